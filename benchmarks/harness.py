@@ -135,6 +135,7 @@ def run_case(
         What was found, ready for JSON: rates in agent steps per second of wall time and of CPU
         time, one per round; their medians and quartiles; ours over each reference.
     """
+    load = list(os.getloadavg())  # before anything of the case runs
     systems, skipped = _build(case)
     try:
         agreement = case.check(systems) if case.check is not None and systems else []
@@ -153,7 +154,7 @@ def run_case(
         "cpu_ratios": _ratios(case, cpu_rates),
         "agreement": agreement,
         "skipped": skipped,
-        "load_average": list(os.getloadavg()),
+        "load_average": load,
     }
 
 

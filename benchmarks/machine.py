@@ -1,9 +1,10 @@
-"""Where and with what the numbers were made."""
+"""Where, when and with which commit the numbers were made."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
+import gleanrl
+
+ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = (
-    "gleanrl",
     "torch",
     "tensordict",
     "gymnasium",
@@ -28,12 +31,17 @@ _PACKAGES = (
 
 
 def origin() -> dict[str, Any]:
-    """Return the time, the versions of everything involved and the machine with its load."""
+    """Return the time, the commit, the versions of everything and the machine with its load."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **dict(map(_version, _PACKAGES))},
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            "gleanrl": gleanrl.__version__,
+            **dict(map(_version, _PACKAGES)),
+        },
         "machine": {
             "cpu": models[0] if models else platform.machine(),
             "cores": os.cpu_count(),
@@ -50,4 +58,17 @@ def _version(name: str) -> tuple[str, str | None]:
     try:
         return name, metadata.version(name)
     except metadata.PackageNotFoundError:
-        return name, "source tree" if name == "gleanrl" else None
+        return name, None
+
+
+def _commit() -> dict[str, Any] | None:
+    """Return the checkout's commit and whether a Python file differs; ``None`` without git."""
+
+    def git(*arguments: str) -> str:
+        command = "git", "-C", str(ROOT), *arguments
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"id": git("rev-parse", "HEAD"), "changed": bool(git("status", "-s", "--", "*.py"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None

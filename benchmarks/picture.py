@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -11,7 +12,9 @@ from benchmarks.harness import OURS
 
 WIDTH, LEFT, RIGHT = 480, 16, 464
 """Narrow, so that a telephone shows letters that can be read."""
-_ROW, _HEAD, _TOP = 31, 26, 64
+_ROW, _HEAD, _TOP, _LINE = 31, 26, 64, 16
+_LETTERS = 60
+"""Letters of a heading that fit into one line."""
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _STYLE = """
 svg { color-scheme: light dark; }
@@ -35,12 +38,12 @@ Points = Sequence[tuple[float, float]]
 
 
 class Bar(NamedTuple):
-    """GleanRL's rate over that of another system: median and quartiles of the rounds."""
+    """GleanRL's rate over that of another system: the median and the ends of its spread."""
 
     label: str
     median: float
-    q1: float
-    q3: float
+    low: float
+    high: float
 
 
 class Group(NamedTuple):
@@ -59,12 +62,18 @@ def bar(entry: Mapping[str, Any], name: str, label: str) -> Bar:
     """Return the bar of one reference; its label says both rates."""
     rates, ratio = entry["frames_per_second"], entry["ratios"][name]
     label = f"{label}: {short(rates[OURS])} vs {short(rates[name])} /s"
-    return Bar(label, ratio["median"], ratio["q1"], ratio["q3"])
+    return Bar(label, ratio["median"], *spread(ratio))
 
 
 def times(value: float) -> str:
-    """Return a ratio with three digits."""
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Return a ratio with two digits: ``0.83``, ``1.8``, ``17``."""
+    return f"{value:#.2g}".rstrip(".") if value < 99.5 else f"{value:.0f}"
+
+
+def spread(ratio: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the least and the largest of several runs, the quartiles of a single one."""
+    low, high = ratio.get("between", (ratio["q1"], ratio["q3"]))
+    return low, high
 
 
 def short(rate: float) -> str:
@@ -76,25 +85,28 @@ def short(rate: float) -> str:
 
 
 def draw(title: str, groups: Sequence[Group], caption: Sequence[str]) -> str:
-    """Return bars from "as fast" to the ratio, on a logarithmic axis, with quartiles, as SVG."""
-    found = [value for one in groups for bar in one.bars for value in (bar.q1, bar.q3)]
-    low = max(tick for tick in _TICKS if tick <= min(found, default=1) or tick == _TICKS[0])
-    high = min(tick for tick in _TICKS if tick >= max(found, default=2) or tick == _TICKS[-1])
+    """Return bars from "as fast" to the ratio, on a logarithmic axis, with spreads, as SVG."""
+    found = [1, *(value for one in groups for bar in one.bars for value in (bar.low, bar.high))]
+    low = max(tick for tick in _TICKS if tick <= min(found) or tick == _TICKS[0])
+    high = min(tick for tick in _TICKS if tick >= max(found) or tick == _TICKS[-1])
+    heads = [textwrap.wrap(one.title, _LETTERS) for one in groups]
 
     def x(value: float) -> float:
         inside = min(max(value, low), high)
         return LEFT + (RIGHT - LEFT) * math.log(inside / low) / math.log(high / low)
 
-    bottom = _TOP + sum(_HEAD + _ROW * len(one.bars) for one in groups)
+    bottom = _TOP + sum(_HEAD + _LINE * (len(head) - 1) for head in heads)
+    bottom += _ROW * sum(len(one.bars) for one in groups)
     lines = []
     for tick in (tick for tick in _TICKS if low <= tick <= high):
         kind, at = "one" if tick == 1 else "grid", x(tick)
         lines.append(_text(at, _TOP - 12, f"{tick:g}x", "small", "middle"))
         lines.append(f'<path class="{kind}" d="M{at:.1f} {_TOP - 6}V{bottom}"/>')
     y = _TOP
-    for one in groups:
-        lines.append(_text(LEFT, y + 17, one.title, "head"))
-        y += _HEAD
+    for one, head in zip(groups, heads, strict=True):
+        for number, line in enumerate(head):
+            lines.append(_text(LEFT, y + 17 + _LINE * number, line, "head"))
+        y += _HEAD + _LINE * (len(head) - 1)
         for each in one.bars:
             lines += _row(each, y, x)
             y += _ROW
@@ -166,7 +178,7 @@ def _row(each: Bar, y: int, x: Any) -> Iterator[str]:
     yield _text(LEFT, y + 12, each.label)
     yield _text(RIGHT, y + 12, f"{times(each.median)}x", "head", "end")
     yield f'<rect class="{"ahead" if each.median >= 1 else "behind"}" {where}/>'
-    yield f'<path class="spread" d="M{x(each.q1):.1f} {y + 21.5}H{x(each.q3):.1f}"/>'
+    yield f'<path class="spread" d="M{x(each.low):.1f} {y + 21.5}H{x(each.high):.1f}"/>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:

@@ -1,8 +1,10 @@
 """Publish figures: ``python -m benchmarks.publish [--take NAME=RESULTS.json ...] [--check]``.
 
-Published results lie in ``benchmarks/published``: one file per suite, and ``scripts.json`` of
-``tools.torchrl_scripts``. Two things are made from them and edited by nobody: the tables in
-README.md and docs, between ``<!-- figures: ... -->`` marks, and the plots in ``docs/pictures``.
+Published results lie in ``benchmarks/published``: one file per suite, ``scripts.json`` of
+``tools.torchrl_scripts``, and ``reasons.json``, which says why a target is missed. Two things are
+made from them and edited by nobody: the tables in README.md and docs, between
+``<!-- figures: ... -->`` marks, and the plots in ``docs/pictures``. Several files of one name are
+runs of one suite: the median of the runs is published, with the least and the largest run.
 ``--check`` changes nothing and names the pages and plots that differ from the files.
 """
 
@@ -11,16 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.torchrl_scripts import Result, rate
 
 from benchmarks import picture, scaling
 from benchmarks.harness import OURS, summary
-from benchmarks.picture import Group, times
+from benchmarks.picture import Group, spread, times
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
@@ -29,25 +33,70 @@ SUITES = ("single", "multi", "distributed", "ray", "training_rates")
 _MARKED = re.compile(r"(<!-- figures: (\S+)(?: only ([^>]*?))? -->\n)(.*?)(<!-- end -->)", re.S)
 
 
-def take(name: str, results: Path) -> None:
-    """Publish the results of a suite; cases that were not run again stay as they are."""
-    found = json.loads(results.read_text())
+def take(name: str, results: Sequence[Path]) -> None:
+    """Publish the runs of a suite; cases that were not run again stay as they are."""
+    runs = [json.loads(file.read_text()) for file in results]
     path = PUBLISHED / f"{name}.json"
-    if "scripts" in found:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    if "scripts" in runs[-1]:
+        if len(runs) > 1:
+            raise SystemExit(f"{name}: runs of scripts are not merged, give one file")
+        path.write_text(json.dumps(runs[-1], indent=1) + "\n")
         return
     cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
-    here = {"created": found["created"], "versions": found["versions"], "machine": found["machine"]}
-    for case, entry in found["cases"].items():
-        entry = {key: entry[key] for key in entry if key not in ("rates", "cpu_rates")}
-        cases[case] = {**entry, **here, "settings": found["settings"]}
+    for case in dict.fromkeys(case for run in runs for case in run["cases"]):
+        cases[case] = merged([_entry(run, case) for run in runs if case in run["cases"]])
     document = {"cases": cases}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def _entry(run: dict[str, Any], case: str) -> dict[str, Any]:
+    """Return a case of a run with everything that is known of the run."""
+    entry = {k: v for k, v in run["cases"][case].items() if k not in ("rates", "cpu_rates")}
+    return {**entry, **{key: run.get(key) for key in _PROVENANCE}, "settings": run["settings"]}
+
+
+_PROVENANCE = "created", "commit", "versions", "machine"
+
+
+def merged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one entry for all runs of a case: their median, from the least to the largest."""
+    last = entries[-1]
+    if len(entries) == 1:
+        return last
+
+    def ratios(kind: str) -> dict[str, Any]:
+        found = {}
+        for name, ratio in last.get(kind, {}).items():
+            runs = [one[kind][name]["median"] for one in entries if name in one[kind]]
+            values, target = summary(runs), ratio["target"]
+            met = None if target is None else values["median"] >= target
+            between = [min(runs), max(runs)]
+            found[name] = {**ratio, **values, "met": met, "rounds": runs, "between": between}
+        return found
+
+    rates = {
+        name: [
+            one["frames_per_second"][name] for one in entries if name in one["frames_per_second"]
+        ]
+        for name in last["frames_per_second"]
+    }
+    return {
+        **last,
+        "frames_per_second": {name: round(statistics.median(rs)) for name, rs in rates.items()},
+        "between": {name: [min(rs), max(rs)] for name, rs in rates.items()},
+        "ratios": ratios("ratios"),
+        "cpu_ratios": ratios("cpu_ratios"),
+        "agreement": list(dict.fromkeys(line for one in entries for line in one["agreement"])),
+        "skipped": {name: why for one in entries for name, why in one["skipped"].items()},
+        "merged": [{k: one.get(k) for k in (*_PROVENANCE, "load_average")} for one in entries],
+    }
+
+
 def table(name: str, only: str = "") -> str:
     """Return the rows of a published suite as Markdown; ``only`` some cases, by commas."""
+    if name in _TARGETS:
+        return "\n".join([*_TARGETS[name](), ""])
     document = json.loads((PUBLISHED / f"{name}.json").read_text())
     if name in _WHOLE:
         return "\n".join([*_WHOLE[name](document, only), ""])
@@ -57,36 +106,109 @@ def table(name: str, only: str = "") -> str:
     for case in chosen:
         rows += lines(document["cases"][case])
     entries = [document["cases"][case] for case in chosen]
-    return "\n".join([*rows, "", *_origin(entries), ""])
+    return "\n".join([*rows, "", _spread(entries), *_origin(entries), ""])
 
 
 def _rows(entry: dict[str, Any]) -> Iterator[str]:
     title = entry["title"]
     for other, ratio in entry["ratios"].items():
-        asked = "" if ratio["target"] is None else f"{ratio['target']:g}"
+        target = "" if ratio["target"] is None else f"{ratio['target']:g}"
         if ratio["met"] is False:
-            asked += ", **missed**"
-        spread = f"{times(ratio['q1'])} to {times(ratio['q3'])}"
-        yield f"| {title} | {other} | {times(ratio['median'])} ({spread}) | {asked} |"
+            target += ", **missed**"
+        yield f"| {title} | {other} | {_ratio(ratio)} | {target} |"
         title = ""
+
+
+def _by_cpu(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of a case with ratios of the learner's CPU time, without Ray's actors."""
+    for row, other in zip(_rows(entry), entry["ratios"], strict=True):
+        yield f"{row} {_ratio(entry['cpu_ratios'][other])} |"
+
+
+def _ratio(ratio: dict[str, Any]) -> str:
+    low, high = map(times, spread(ratio))
+    return f"{times(ratio['median'])} ({low} to {high})"
+
+
+class _Missed(NamedTuple):
+    """A missed target: its entry, the other system, the ratio and the reason."""
+
+    entry: dict[str, Any]
+    other: str
+    ratio: dict[str, Any]
+    reason: str
+
+    @property
+    def reached(self) -> float:
+        """The part of the target that is reached."""
+        reached: float = self.ratio["median"] / self.ratio["target"]
+        return reached
+
+
+def _targets() -> tuple[int, list[_Missed]]:
+    """Return the number of targets of all suites, and those that are missed."""
+    why = json.loads((PUBLISHED / "reasons.json").read_text())
+    number, missed = 0, []
+    for suite in SUITES:
+        for case, entry in json.loads((PUBLISHED / f"{suite}.json").read_text())["cases"].items():
+            number += sum(ratio["target"] is not None for ratio in entry["ratios"].values())
+            missed += [
+                _Missed(entry, other, ratio, why.get(f"{suite}/{case}/{other}", "Not known."))
+                for other, ratio in entry["ratios"].items()
+                if ratio["met"] is False
+            ]
+    return number, missed
+
+
+_REASONS = "| work | against | ratio (spread) | target | likely reason |", "|---|---|---|---|---|"
+
+
+def _reasons(missed: Iterable[_Missed]) -> Iterator[str]:
+    yield from _REASONS
+    for entry, other, ratio, reason in missed:
+        title, target = entry["title"], f"{ratio['target']:g}"
+        yield f"| {title} | {other} | {_ratio(ratio)} | {target} | {reason} |"
+
+
+def _all_missed() -> Iterator[str]:
+    """Yield a row per missed target of all suites, with the reason."""
+    number, missed = _targets()
+    entries = [one.entry for one in missed]
+    yield from (f"{len(missed)} of {number} targets are missed:", "", *_reasons(missed), "")
+    if entries:
+        yield from (_spread(entries), *_origin(entries))
+
+
+def _limits() -> Iterator[str]:
+    """Yield the number of missed targets and the three that are missed by most."""
+    number, missed = _targets()
+    worst = sorted(missed, key=lambda one: one.reached)[:3]
+    yield f"{len(missed)} of {number} targets are missed. Furthest from the target are:"
+    yield from ("", *_reasons(worst))
+
+
+_TARGETS = {"missed": _all_missed, "limits": _limits}
+"""Tables over all suites."""
 
 
 def systems(entry: dict[str, Any]) -> Iterator[str]:
     """Yield a row per system, with its rate."""
     title = entry["title"]
     for system, rate_of in entry["frames_per_second"].items():
-        low, high = entry["quartiles"][system]
-        ratio = entry["ratios"].get(system)
-        share = "" if ratio is None else times(ratio["median"])
-        spread = "" if ratio is None else f" ({times(ratio['q1'])} to {times(ratio['q3'])})"
+        low, high = entry.get("between", entry["quartiles"])[system]
+        share = _ratio(entry["ratios"][system]) if system in entry["ratios"] else ""
         name = "GleanRL" if system == OURS else system
-        yield f"| {title} | {name} | {rate_of:,} ({low:,} to {high:,}) | {share}{spread} |"
+        yield f"| {title} | {name} | {rate_of:,} ({low:,} to {high:,}) | {share} |"
         title = ""
 
 
-_AGAINST = "| work | against | ratio (quartiles) | asked for |", "|---|---|---|---|"
-RATES = "| work | loop | frames/s (quartiles) | GleanRL over it |", "|---|---|---|---|"
-_TABLES = {"training_rates": (RATES, systems)}
+_AGAINST = "| work | against | ratio (spread) | target |", "|---|---|---|---|"
+_CPU = (
+    "| work | against | ratio (spread) | target | ratio by the learner's CPU time |",
+    "|---|---|---|---|---|",
+)
+RATES = "| work | loop | frames/s (spread) | GleanRL over it |", "|---|---|---|---|"
+_TABLES = {"training_rates": (RATES, systems), "ray": (_CPU, _by_cpu)}
 """Head and rows of suites whose rates are shown, not only ratios."""
 
 
@@ -100,7 +222,14 @@ def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
         )
         if ours is not None and ours.ran:
             yield f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |"
-    yield from ("", *_origin([document]))
+    both = [
+        (entry["gleanrl"]["collecting"], entry["torchrl"]["collecting"])
+        for entry in document["scripts"]
+        if all(entry.get(name, {}).get("collecting") for name in ("gleanrl", "torchrl"))
+    ]
+    slower = sum(ours < theirs for ours, theirs in both)
+    yield from ("", f"{slower} of {len(both)} scripts with two rates are slower with GleanRL.")
+    yield from _origin([document])
 
 
 def _training(document: dict[str, Any], _: str) -> Iterator[str]:
@@ -139,7 +268,7 @@ def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
 def _scaling(document: dict[str, Any], only: str) -> list[str]:
     """Return the simulated rows of one case, or the straggler factors."""
     if only == "stragglers":
-        return scaling.show_stragglers(document[only])
+        return [*scaling.show_stragglers(document[only]), "", _commits([document])]
     return scaling.show(document["tables"][only])
 
 
@@ -153,17 +282,41 @@ _WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
 
 
 def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the days, machine, load and versions that figures were measured with."""
-    days = sorted({entry["created"][:10] for entry in entries})
-    loads = [entry["load_average"][0] for entry in entries if entry.get("load_average")]
+    """Return days, machine, load, commits and versions that figures were measured with."""
+    runs = [run for entry in entries for run in entry.get("merged", [entry])]
+    days = sorted({run["created"][:10] for run in runs})
+    loads = [(run.get("load_average") or run["machine"]["load_average"])[0] for run in runs]
     machine, versions = entries[-1]["machine"], entries[-1]["versions"]
-    spread = sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float) if loads else []
-    load = f", load {' to '.join(spread)}" if spread else ""
+    load = " to ".join(sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float))
     names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
     return [
-        f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}{load}.",
+        f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}, load {load}.",
+        _commits(runs),
         f"Python {versions['python']}, {', '.join(f'{n} {versions[n]}' for n in names)}.",
     ]
+
+
+def _spread(entries: Sequence[dict[str, Any]]) -> str:
+    """Return the meaning of the spread that a table or a picture shows."""
+    numbers = sorted({len(entry.get("merged", [entry])) for entry in entries})
+    runs = [run["created"][:13] for entry in entries for run in entry.get("merged", [])]
+    hours = f", begun in {len(set(runs))} hours" if len(set(runs)) > 1 else ""
+    single = "median and quartiles of the turns of one run"
+    if numbers == [1]:
+        return f"{single.capitalize()}."
+    several = f"Median, least and largest of {' or '.join(f'{n}' for n in numbers if n > 1)} runs"
+    return f"{several}{hours}{f'; some rows: {single}' if numbers[0] == 1 else ''}."
+
+
+def _commits(runs: Sequence[dict[str, Any]]) -> str:
+    """Return GleanRL's versions and commits; older files name neither."""
+    known = []
+    for run in runs:
+        if commit := run.get("commit"):
+            changed = " with changes" if commit["changed"] else ""
+            known.append(f"{run['versions']['gleanrl']} ({commit['id'][:8]}{changed})")
+    unknown = ["version and commit not recorded"] if len(known) < len(runs) else []
+    return f"GleanRL: {', '.join([*dict.fromkeys(known), *unknown])}."
 
 
 def rewritten(page: str) -> str:
@@ -178,9 +331,11 @@ OVERVIEW = {
         ("single", "cartpole-mlp-x16", "SB3 PPO", "SB3"),
         ("single", "cartpole-mlp-x16", "TorchRL SerialEnv", "TorchRL"),
     ],
-    "Two worker processes, CartPole": [
+    "32 CartPoles: two workers, against a process for each": [
         ("multi", "process-peers", "AsyncVectorEnv", "Gymnasium AsyncVectorEnv"),
         ("multi", "process-peers", "SB3 SubprocVecEnv", "SB3 SubprocVecEnv"),
+    ],
+    "Two worker processes each, CartPole": [
         ("multi", "cartpole-sync", "TorchRL MultiSyncCollector", "TorchRL, sync"),
         ("multi", "cartpole-async", "TorchRL MultiAsyncCollector", "TorchRL, async"),
     ],
@@ -205,35 +360,36 @@ OVERVIEW = {
         }.items()
     },
 }
-"""Bars of the README's picture: suite, case, reference, and how the picture calls it."""
+"""Bars of the picture over all suites: suite, case, reference, and how the picture calls it."""
+README = {
+    name: OVERVIEW[name] for name in ("One process, CartPole", "Training included: PPO, CartPole")
+}
+"""Bars of the README's picture."""
 
 
 def pictures() -> Iterator[tuple[Path, str]]:
-    """Yield every plot with its path: one per suite, and ``throughput.svg`` over all."""
+    """Yield every plot with its path: one per suite, one over all and the README's."""
     suites = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in SUITES}
     title = "Frames per second: GleanRL over others"
     for name, document in suites.items():
         entries = document["cases"].values()
         drawn = picture.draw(title, [*map(picture.group, entries)], _caption(*entries))
         yield PICTURES / f"benchmark-{name}.svg", drawn
-    groups, used = [], []
-    for head, chosen in OVERVIEW.items():
-        entries = [suites[suite]["cases"][case] for suite, case, _, _ in chosen]
-        bars = [picture.bar(e, c[2], c[3]) for e, c in zip(entries, chosen, strict=True)]
-        groups.append(Group(head, bars))
-        used += entries
+    for name, heads in {"throughput": OVERVIEW, "speed": README}.items():
+        groups, used = [], []
+        for head, chosen in heads.items():
+            found = [suites[suite]["cases"][case] for suite, case, _, _ in chosen]
+            bars = [picture.bar(e, c[2], c[3]) for e, c in zip(found, chosen, strict=True)]
+            groups.append(Group(head, bars))
+            used += found
+        yield PICTURES / f"{name}.svg", picture.draw(title, groups, _caption(*used))
     simulated = json.loads((PUBLISHED / "scaling.json").read_text())
     yield PICTURES / "scaling.svg", scaling.draw(simulated["tables"])
-    yield PICTURES / "throughput.svg", picture.draw(title, groups, _caption(*used))
 
 
 def _caption(*entries: dict[str, Any]) -> list[str]:
-    first, second = _origin(entries)
-    head, _, tail = second.partition(", torchrl")
-    return [
-        "Bars: median of alternating runs. Lines: quartiles. 1x: as fast.",
-        *(first, f"{head},", f"torchrl{tail}"),
-    ]
+    text = ["Bar and line: 1x is as fast.", _spread(entries), *_origin(entries)]
+    return [line for one in text for line in textwrap.wrap(one, 76)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,8 +402,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--take", nargs="+", default=[], metavar="NAME=FILE")
     parser.add_argument("--check", action="store_true", help="change nothing")
     given = parser.parse_args(arguments)
+    runs: dict[str, list[Path]] = {}
     for name, _, file in (item.partition("=") for item in given.take):
-        take(name, Path(file))
+        runs.setdefault(name, []).append(Path(file))
+    for name, files in runs.items():
+        take(name, files)
     stale = []
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     made = [(path, rewritten(path.read_text())) for path in pages]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import picture
+from benchmarks.machine import origin
 from benchmarks.picture import short
 
 INF = math.inf
@@ -410,7 +411,8 @@ def main() -> None:
     out: Path = read.parse_args().out
     factors = {f"{spread}": [straggler_factor(n, spread) for n in NODES] for spread in SPREADS}
     tables = {name: table(case) for name, case in CASES.items()}
-    out.write_text(json.dumps({"stragglers": factors, "tables": tables}, indent=1) + "\n")
+    found = {**origin(), "stragglers": factors, "tables": tables}
+    out.write_text(json.dumps(found, indent=1) + "\n")
     for name, rows in tables.items():
         print("\n".join([name, *show(rows), ""]))
 

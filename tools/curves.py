@@ -57,7 +57,14 @@ def _describe(name: str) -> dict[str, Any]:
     here = origin()
     found = {package: version for package, version in here["versions"].items() if version}
     day, machine = here["created"][:10], here["machine"]
-    return {"example": name, "date": day, "machine": machine, "versions": found, "runs": []}
+    return {
+        "example": name,
+        "date": day,
+        "commit": here["commit"],
+        "machine": machine,
+        "versions": found,
+        "runs": [],
+    }
 
 
 def _run(name: str, frames: int | None, seed: int) -> None:
@@ -125,11 +132,12 @@ def summary(doc: dict[str, Any]) -> str:
 
     A ``note`` that somebody put into the file, about that recording, follows.
     """
-    runs, found = doc["runs"], doc["versions"]
+    runs, found, commit = doc["runs"], doc["versions"], doc.get("commit")
     ends = ", ".join(f"{run['return'][-1]:.4g}" for run in runs)
     return (
         f"Return at the end of each seed: {ends} ({runs[0]['frames'][-1]:,} frames; {doc['date']}, "
-        f"{doc['machine']['cpu']}, {doc['machine']['usable_cores']} cores, torch {found['torch']})."
+        f"{doc['machine']['cpu']}, {doc['machine']['usable_cores']} cores, torch {found['torch']}, "
+        f"{'GleanRL ' + commit['id'][:8] if commit else 'commit not recorded'})."
         f"{doc.get('note', '')}"
     )
 
