@@ -1,14 +1,19 @@
 """A sample of the standing hunt, and what its checks find."""
 
+import inspect
+
 import pytest
 import torch
 from tools.hunt import run as hunting
-from tools.hunt.cases import Case, draw
+from tools.hunt.cases import ALWAYS, EXCUSED, OPTIONS, Case, draw
 from tools.hunt.checks import Checker, Wrong
 from tools.hunt.run import Refused, iterate
 
-HERE = [number for number in range(300) if draw(number).backend in ("here", "pool")][:40]
-WORKERS = [number for number in range(300) if draw(number).backend not in ("here", "pool")][:3]
+import gleanrl
+
+HERE = [number for number in range(600) if draw(number).backend == "here"][:150]
+WORKERS = [number for number in range(300) if draw(number).backend != "here"][:8]
+KINDS = (gleanrl.Collector, gleanrl.MultiSyncCollector, gleanrl.DistributedCollector)
 
 
 @pytest.mark.parametrize("number", HERE + WORKERS)
@@ -17,6 +22,13 @@ def test_every_frame_of_a_random_collector_is_right(number):
         hunting.run(draw(number))
     except Refused as err:
         pytest.skip(str(err))
+
+
+def test_every_argument_of_a_collector_is_drawn_or_excused():
+    known = OPTIONS.keys() | ALWAYS | EXCUSED.keys()
+    taken = {name for kind in KINDS for name in inspect.signature(kind).parameters}
+    assert taken - known == set()
+    assert known - taken == {"front_door"}
 
 
 def stream():

@@ -1,4 +1,10 @@
-"""``python -m tools.hunt --minutes 10 --seed 1``: hunts for wrong frames and shrinks its finds."""
+"""Hunts for wrong frames and shrinks its finds: ``python -m tools.hunt --minutes 10 --seed 1``.
+
+Each case is a random collector over environments that certify themselves (`tools.hunt.worlds`) with
+random events between its batches. Every frame of every batch, buffer, sample and dataset is checked
+alone and against the frame before it (`tools.hunt.checks`); where two ways promise the same bits,
+both are run. Kills are in `tools.kills`, exits in `tools.exits`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 
+import rich.markup
 import rich.progress
 
 from tools.hunt.cases import Case, draw, simpler
@@ -71,35 +81,75 @@ run(Case(**{case}))
 """
 
 
-def hunt(numbers: range, seconds: float, out: Path, show: bool = True) -> tuple[Counter[str], int]:
+def _numbered(number: int) -> tuple[int, str]:
+    """Run the case of a number with nothing on the terminal."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    return number, outcome(draw(number))
+
+
+def outcomes_of(numbers: Iterable[int], seconds: float, jobs: int) -> Iterator[tuple[int, str]]:
+    """Yield numbers and outcomes of cases, ``jobs`` at a time, for as long as there is time."""
+    end, left = time.monotonic() + seconds, iter(numbers)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        running: set[Future[tuple[int, str]]] = set()
+        while True:
+            while time.monotonic() < end and len(running) < jobs:
+                number = next(left, None)
+                if number is None:
+                    break
+                running.add(pool.submit(_numbered, number))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (one.result() for one in done)
+
+
+def report(number: int, said: str, out: Path) -> None:
+    """Shrink the case of a finding, write its script and print it."""
+    small = shrunk(draw(number), said.split(":")[0])
+    path = out / f"case_{number}.py"
+    described = small.json() | {"events": tuple(small.events)}
+    path.write_text(SCRIPT.format(said=said, number=number, case=described))
+    rich.print(f"[red]{rich.markup.escape(said)}[/red]\n  {json.dumps(small.json())}\n  {path}")
+
+
+def hunt(numbers: range, seconds: float, out: Path, jobs: int) -> tuple[Counter[str], int]:
     """Run the cases of ``numbers`` for as long as there is time; return outcomes and findings."""
+    import tools.hunt.torchrl_world  # noqa: F401  (the processes of the cases inherit it)
+
     outcomes: Counter[str] = Counter()
-    findings = 0
-    end = time.monotonic() + seconds
-    for number in rich.progress.track(numbers, "hunting", disable=not show):
-        if time.monotonic() > end:
-            break
-        case = draw(number)
-        said = outcome(case)
-        outcomes[said if said != "right" and said.startswith("refused") else said.split()[0]] += 1
-        if said.startswith("wrong"):
-            findings += 1
-            small = shrunk(case, said.split(":")[0])
-            path = out / f"case_{number}.py"
-            described = small.json() | {"events": tuple(small.events)}
-            path.write_text(SCRIPT.format(said=said, number=number, case=described))
-            if show:
-                rich.print(f"[red]{said}[/red]\n  {json.dumps(small.json())}\n  {path}")
-    return outcomes, findings
+    findings: list[tuple[int, str]] = []
+    with rich.progress.Progress(
+        *rich.progress.Progress.get_default_columns()[:1],
+        rich.progress.TextColumn("{task.fields[told]}"),
+        rich.progress.TimeElapsedColumn(),
+    ) as bar:
+        task = bar.add_task("hunting", total=None, told="")
+        for number, said in outcomes_of(numbers, seconds, jobs):
+            kind = said.split()[0]
+            outcomes[said if kind == "refused" else kind] += 1
+            told = f"{outcomes.total()} cases, {len(findings)} findings"
+            bar.update(task, told=told)
+            if kind == "wrong":
+                findings.append((number, said))
+                bar.print(f"case {number}: {said}", markup=False)
+    for number, said in findings:
+        report(number, said, out)
+    return outcomes, len(findings)
 
 
 def main() -> int:
     """Hunt; return 1 if something was found."""
-    parser = argparse.ArgumentParser(prog="python -m tools.hunt", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.hunt",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="cases that run at once")
+    parser.add_argument("--case", type=int, help="run the case of this number only")
+    parser.add_argument("--out", type=Path, help="where scripts of findings are written")
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="gleanrl-hunt-"))
     out.mkdir(parents=True, exist_ok=True)
@@ -107,9 +157,11 @@ def main() -> int:
     numbers = range(first, first + 10_000_000)
     if options.case is not None:
         numbers = range(options.case, options.case + 1)
-    outcomes, findings = hunt(numbers, 60 * options.minutes, out)
+    outcomes, findings = hunt(numbers, 60 * options.minutes, out, options.jobs)
     for said, count in outcomes.most_common():
-        rich.print(f"{count:6}  {said}")
+        print(f"{count:6}  {said}")
+    refused = sum(count for said, count in outcomes.items() if said.startswith("refused"))
+    print(f"{refused / max(outcomes.total(), 1):.1%} of the cases were refused")
     return int(findings > 0)
 
 

@@ -7,11 +7,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-KINDS = ("fresh", "reused", "shared", "dict")
-POLICIES = ("linear", "module", "opaque", "recurrent", "drawing")
-BACKENDS = ("here", "sync", "async", "background", "pool")
+BACKENDS = ("here", "sync", "async", "nodes")
+SHARES = (10, 5, 4, 2)
+ENVS: tuple[str, ...] = (
+    "fresh",
+    "reused",
+    "shared",
+    "dict",
+    "double",
+    "native",
+    "agents",
+    "torchrl",
+)
 POOLS = ("NextStep", "SameStep", "Disabled")
-EVENTS = ("update", "some", "each", "seed", "reset", "reload", "state", "hold")
+POLICIES: tuple[str, ...] = ("linear", "module", "opaque", "recurrent", "drawing", "typed")
+POLICIES += ("carrying", "cached", "numpy", "random")
+SINKS = ("batches", "buffer", "rows", "slices", "priorities", "recorder")
+EVENTS: tuple[str, ...] = ("update", "some", "each", "seed", "reset", "reload", "state", "hold")
+EVENTS += ("globals", "stats", "rollout", "silent")
 
 
 @dataclass(frozen=True)
@@ -30,65 +43,255 @@ class Case:
     draws: bool = False
     fast: bool = True
     seed: int | None = None
+    sink: str = "batches"
+    """Where frames go: to the learner, or into a kind of buffer."""
+    background: bool = False
+    """Whether `start` fills the sink."""
+    writers: int = 1
+    """Collectors that fill the sink one after the other."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the collector."""
+    """Arguments of the collector, as `tools.hunt.build` reads them."""
     events: tuple[str, ...] = ()
     """What happens after each batch; empty for nothing."""
 
     @property
+    def pool(self) -> bool:
+        """Whether the environment is a vector environment."""
+        return self.env in POOLS
+
+    @property
+    def together(self) -> bool:
+        """Whether a batch holds rollouts of all workers."""
+        return self.backend == "sync" or bool(self.options.get("sync"))
+
+    @property
     def frames(self) -> int:
         """Frames of a batch."""
-        several = self.workers if self.backend in ("sync", "background") else 1
-        return self.steps * self.envs * several
+        return self.steps * self.envs * (self.workers if self.together else 1)
 
     @property
     def deterministic(self) -> bool:
         """Whether the same case gives the same bits again."""
-        return self.backend in ("here", "sync", "pool") and self.seed is not None
+        known = self.backend in ("here", "sync") and self.seed is not None
+        free = {"num_workers", "preemptive_threshold"} & set(self.options)
+        return known and not free and self.sink == "batches"
 
     def json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return asdict(self)
 
 
-def _options(chance: random.Random, case: Case) -> dict[str, Any]:
-    """Draw arguments of the collector."""
-    drawn: dict[str, Any] = {}
+Draw = Callable[[random.Random, Case], Any]
 
-    def maybe(share: float, name: str, value: Callable[[], Any]) -> None:
-        if chance.random() < share:
-            drawn[name] = value()
 
-    maybe(0.2, "max_frames_per_traj", lambda: chance.randint(1, 6))
-    maybe(0.2, "init_random_frames", lambda: case.frames * chance.randint(1, 2))
-    maybe(0.1, "reset_at_each_iter", lambda: True)
-    maybe(0.2, "storing_device", lambda: "cpu")
-    if case.backend == "here":
-        maybe(0.1, "return_same_td", lambda: True)
-    if case.backend == "sync":
-        maybe(0.5, "cat_results", lambda: chance.choice(["stack", 0, -1]))
-        maybe(0.1, "preemptive_threshold", lambda: 0.5)
-    return drawn
+def _always(value: Any) -> Draw:
+    return lambda chance, case: value
+
+
+def _one_of(*values: Any) -> Draw:
+    return lambda chance, case: chance.choice(values)
+
+
+OPTIONS: dict[str, Draw] = {
+    "max_frames_per_traj": lambda chance, case: chance.randint(1, 6),
+    "init_random_frames": lambda chance, case: case.frames * chance.randint(1, 2),
+    "reset_at_each_iter": _always(True),
+    "postproc": _one_of("scaled", "scaled", "multistep"),
+    "split_trajs": _one_of(True, False),
+    "exploration_type": _one_of("MODE", "DETERMINISTIC", "RANDOM"),
+    "exploration_mode": _always("mode"),
+    "set_truncated": _always(True),
+    "extend_buffer": _always(False),
+    "trust_policy": _one_of(True, False),
+    "weight_updater": _always("VanillaWeightUpdater"),
+    "weight_sync_schemes": _one_of("SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"),
+    "track_policy_version": _one_of(False, "counter"),
+    "track_traj_ids": _always(False),
+    "trajs_per_batch": lambda chance, case: chance.randint(1, 5),
+    "trajs_per_write": lambda chance, case: chance.randint(1, 3),
+    "traj_format": _one_of("cat", "padded"),
+    "traj_quota": _always("equal"),
+    "pre_collect_hook": _always("draw"),
+    "post_collect_hook": _always("check"),
+    "compact_obs": _always(True),
+    "categorical_action_encoding": _one_of(True, False),
+    "observation_dtype": _always("float32"),
+    "info_keys": _always(["label"]),
+    "check_finite": _always(True),
+    "timeout": _always(50.0),
+    "progress": _always("hunting"),
+    "logger": _always("csv"),
+    "total_frames": lambda chance, case: case.frames * chance.randint(1, 4) + chance.randint(0, 3),
+    "reset_when_done": _always(True),
+    "use_buffers": _one_of(True, False, None),
+    "local_init_rb": _one_of(True, False),
+    "auto_register_policy_transforms": _always(True),
+    "no_cuda_sync": _one_of(True, False),
+    "worker_idx": _always(0),
+    "policy_factory": _always("make"),
+    "device": _always("cpu"),
+    "storing_device": _always("cpu"),
+    "policy_device": _always("cpu"),
+    "env_device": _always("cpu"),
+    "create_env_kwargs": _always({"bonus": 0.5}),
+    "return_same_td": _always(True),
+    "interruptor": _always("idle"),
+    "front_door": _always(True),
+    "collector_class": lambda chance, case: chance.choice(
+        ["single", "sync", "async"] if case.backend == "nodes" else ["Collector", "Subclass", None]
+    ),
+    "num_sub_threads": _one_of(1, 2),
+    "cat_results": _one_of("stack", 0, -1),
+    "init_fn": _always("mark"),
+    "start_timeout": _always(50.0),
+    "num_workers": _always(True),
+    "update_at_each_batch": _always(True),
+    "preemptive_threshold": _one_of(0.5, 1.0),
+    "num_threads": _one_of(1, 2),
+    "collector_kwargs": _always({"check_finite": True}),
+    "num_workers_per_collector": _always(2),
+    "on_failure": _one_of("raise", "continue", "relaunch"),
+    "max_relaunches": _one_of(1, 2),
+    "sync": _one_of(True, False),
+    "update_after_each_batch": _always(True),
+    "max_weight_update_interval": _one_of(1, 2),
+    "update_interval": _one_of(1, 2),
+    "heartbeat": _always(30.0),
+}
+"""How each argument is drawn. ``front_door`` covers the four that choose a class."""
+ALWAYS = {"create_env_fn", "policy", "frames_per_batch", "fast", "num_envs", "replay_buffer"}
+ALWAYS |= {"backend", "launcher", "num_collectors", "backend_options"}
+"""Arguments that a case has as fields, or that its backend decides."""
+EXCUSED = {
+    "compile_policy": "compiling takes seconds; tests/unit/test_policies_equal.py has it",
+    "cudagraph_policy": "needs a CUDA device",
+    "weight_recv_schemes": "concerns collectors inside workers, tests/processes/test_nested.py",
+    "slurm_kwargs": "needs Slurm, tests/distributed/test_launchers.py",
+    "tcp_port": "ports of this machine are not the hunt's to choose",
+    "replay_buffer_chunk": "another name of extend_buffer",
+    "host": "addresses of this machine are not the hunt's to choose",
+}
+_REGROUPS = ("trajs_per_batch", "trajs_per_write")
+_NEEDS_SINK = ("extend_buffer", "trajs_per_write")
+APART = (
+    {"trajs_per_batch", "split_trajs"},
+    {"trajs_per_write", "split_trajs"},
+    {"trajs_per_batch", "init_random_frames"},
+    {"trajs_per_write", "init_random_frames"},
+    {"trajs_per_batch", "preemptive_threshold"},
+    {"trajs_per_write", "preemptive_threshold"},
+    {"trajs_per_batch", "extend_buffer"},
+    {"trajs_per_write", "extend_buffer"},
+    {"trajs_per_batch", "track_traj_ids"},
+    {"trajs_per_batch", "reset_at_each_iter"},
+    {"trajs_per_write", "track_traj_ids"},
+    {"trajs_per_batch", "return_same_td"},
+    {"trajs_per_batch", "compact_obs"},
+    {"trajs_per_write", "compact_obs"},
+    {"trajs_per_batch", "set_truncated"},
+    {"trajs_per_write", "set_truncated"},
+    {"postproc", "compact_obs"},
+    {"split_trajs", "track_traj_ids"},
+    {"cat_results", "track_traj_ids"},
+    {"split_trajs", "return_same_td"},
+    {"split_trajs", "extend_buffer"},
+    {"exploration_type", "exploration_mode"},
+    {"weight_updater", "weight_sync_schemes"},
+    {"weight_updater", "policy_factory"},
+    {"weight_updater", "update_at_each_batch"},
+    {"max_weight_update_interval", "update_interval"},
+    {"sync", "on_failure"},
+    {"collector_class", "front_door"},
+    {"num_workers", "front_door"},
+    {"interruptor", "preemptive_threshold"},
+    {"interruptor", "collector_class"},
+)
+"""Pairs of arguments that contradict each other, or that leave the checks nothing to say."""
+
+
+def allowed(case: Case, name: str) -> bool:
+    """Tell whether an argument goes with the rest of a case; the collector's class is asked too."""
+    drawn = case.options
+    apart = any(name in pair and (pair - {name}) & set(drawn) for pair in APART)
+    native = case.env in ("native", "agents", "torchrl")
+    rules = {
+        "traj_format": "trajs_per_batch" in drawn,
+        "traj_quota": "trajs_per_batch" in drawn,
+        "num_workers_per_collector": drawn.get("collector_class") in ("sync", "async"),
+        "max_relaunches": drawn.get("on_failure") == "relaunch",
+        "create_env_kwargs": not case.pool and "num_workers" not in drawn,
+        "info_keys": not native and case.policy not in ("module", "numpy"),
+        "observation_dtype": not native,
+        "categorical_action_encoding": not native,
+        "policy_factory": case.policy != "random" and case.backend != "here",
+        "trust_policy": case.policy not in ("module", "numpy", "random"),
+        "init_random_frames": case.policy != "recurrent" and case.writers == 1,
+        "weight_updater": case.backend in ("sync", "async") and case.policy != "random",
+        "weight_sync_schemes": case.backend in ("sync", "async"),
+        "update_at_each_batch": case.policy != "random",
+        "cat_results": case.together,
+        "preemptive_threshold": case.together,
+        "on_failure": not case.together,
+        "compact_obs": case.sink == "batches",
+        "max_frames_per_traj": case.env != "torchrl",
+        "total_frames": not case.background,
+        "postproc": case.sink == "batches" and case.policy != "random",
+        "set_truncated": not case.pool,
+        "front_door": case.backend in ("sync", "async"),
+        "reset_at_each_iter": not case.background,
+        "return_same_td": case.sink == "batches",
+        "num_workers": case.backend in ("sync", "async") and not case.pool,
+        "trajs_per_batch": case.policy != "random",
+        "trajs_per_write": "trajs_per_batch" in drawn,
+        "use_buffers": case.sink == "batches",
+        "extend_buffer": case.sink not in ("slices", "priorities"),
+        "track_traj_ids": case.sink != "slices",
+    }
+    sink = case.sink not in ("batches", "recorder") or name not in _NEEDS_SINK
+    return not apart and rules.get(name, True) and sink
 
 
 def draw(number: int) -> Case:
     """Draw the case of a number."""
+    from tools.hunt.build import accepts
+
     chance = random.Random(number)
-    backend = chance.choices(BACKENDS, (5, 3, 2, 2, 3))[0]
+    backend = chance.choices(BACKENDS, SHARES)[0]
+    pools = backend == "here" and chance.random() < 0.3
+    kinds = ENVS if backend == "here" or chance.random() < 0.1 else ENVS[:-1]
+    env = chance.choice(POOLS if pools else kinds)
+    unfit = {"module", "recurrent", "carrying", "numpy"} if env == "agents" else set()
+    sink = chance.choice(SINKS) if chance.random() < 0.35 else "batches"
+    background = sink != "batches" and chance.random() < 0.6
+    # A parametrized module cannot be sent to a process.
+    unfit |= {"cached"} if background or backend != "here" else set()
     case = Case(
         backend=backend,
-        env=chance.choice(POOLS if backend == "pool" else KINDS),
-        policy=chance.choice(POLICIES),
-        envs=chance.randint(2, 4) if backend == "pool" else chance.randint(1, 4),
-        workers=1 if backend in ("here", "pool") else chance.randint(1, 3),
+        env=env,
+        policy=chance.choice([kind for kind in POLICIES if kind not in unfit]),
+        envs=chance.randint(2, 4) if pools else chance.randint(1, 4),
+        workers=1 if backend == "here" else chance.randint(1, 3),
         steps=chance.choice([1, 2, 3, 5, 8, 20]),
         draws=chance.random() < 0.4,
         fast=chance.random() < 0.8,
         seed=chance.choice([None, chance.randint(0, 99)]),
+        sink=sink,
+        background=background,
+        writers=2 if sink in ("slices", "buffer") and chance.random() < 0.5 else 1,
     )
+    share = chance.choice([0.0, 0.03, 0.08, 0.15])
+    names = [name for name in OPTIONS if accepts(case, name)]
+    first = [name for name in names if name in ("sync", *_REGROUPS, "on_failure")]
+    for name in first + [name for name in names if name not in first]:
+        if chance.random() < share and allowed(case, name):
+            value = OPTIONS[name](chance, case)
+            case = replace(case, options=case.options | {name: value})
+    if env == "double":
+        case = replace(case, options=case.options | {"observation_dtype": "float32"})
     batches = chance.randint(2, 8)
-    events = tuple(chance.choice(EVENTS) if chance.random() < 0.5 else "" for _ in range(batches))
-    return replace(case, options=_options(chance, case), events=events)
+    may = tuple(event for event in EVENTS if event != "reload" or sink != "recorder")
+    events = tuple(chance.choice(may) if chance.random() < 0.5 else "" for _ in range(batches))
+    return replace(case, events=events)
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -100,9 +303,10 @@ def simpler(case: Case) -> Iterator[Case]:
         if case.events[at]:
             yield replace(case, events=(*case.events[:at], "", *case.events[at + 1 :]))
     plain = Case()
-    for name in ("env", "policy", "draws", "fast", "seed"):
-        if getattr(case, name) != getattr(plain, name) and case.backend != "pool":
+    for name in ("env", "policy", "draws", "fast", "seed", "background", "sink"):
+        kept = name in ("env", "sink") and (case.pool or case.background)
+        if getattr(case, name) != getattr(plain, name) and not kept:
             yield replace(case, **{name: getattr(plain, name)})
-    for name in ("envs", "workers", "steps"):
+    for name in ("envs", "workers", "steps", "writers"):
         if (value := getattr(case, name)) > 1:
             yield replace(case, **{name: value - 1})

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 
-from tools.hunt.worlds import ECHO, EPISODE, NUMBER, STEP, TAG, length, reward, terminates
+from tools.hunt.worlds import (
+    AGENTS,
+    ECHO,
+    EPISODE,
+    GROUP,
+    NUMBER,
+    STEP,
+    TAG,
+    label,
+    length,
+    reward,
+    terminates,
+)
 
 
 class Wrong(AssertionError):
@@ -22,45 +35,88 @@ def require(good: Any, message: str) -> None:
         raise Wrong(message)
 
 
+EXTRAS = ("hidden", "carried", "mode", "scaled", "label", "steps_to_next_obs", "step_count")
+
+
 @dataclass(frozen=True)
 class Frame:
-    """One frame, as numbers."""
+    """One frame of one environment or agent, as numbers; ``None`` for what is not delivered."""
 
     root: tuple[float, ...]
-    after: tuple[float, ...]
+    after: tuple[float, ...] | None
     action: tuple[float, ...]
     reward: float
     terminated: bool
     truncated: bool
     done: bool
-    version: int
-    trajectory: int
-    hidden: float | None
+    version: int | None
+    trajectory: int | None
+    extras: dict[str, float]
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Environment, episode and step."""
+        return int(self.root[NUMBER]), int(self.root[EPISODE]), int(self.root[STEP])
 
     def __str__(self) -> str:
-        number, episode, step = (int(self.root[at]) for at in (NUMBER, EPISODE, STEP))
-        return f"environment {number}, episode {episode}, step {step}"
+        return "environment {}, episode {}, step {}".format(*self.place)
+
+
+def _of_agents(batch: TensorDictBase) -> TensorDictBase:
+    """Return a flat batch with the names of one environment, a row for each agent."""
+    root, after = batch[GROUP], batch["next", GROUP]
+    rows = root.clone(False).set("next", after.clone(False))
+    for key in ("policy_version", ("collector", "traj_ids"), ("collector", "mask")):
+        value = batch.get(key, None)
+        if value is not None:
+            rows.set(key, value.reshape(-1, 1).expand(-1, len(AGENTS)))
+    for key in ("scaled", "drawn", "mode", "step_count", "steps_to_next_obs"):
+        value = batch.get(key, None)
+        if value is not None:
+            each = value if value.numel() == rows.numel() else value.reshape(-1, 1)
+            rows.set(
+                key, each.expand(rows.shape) if each is not value else each.reshape(rows.shape)
+            )
+    rows.batch_size = rows.batch_size[:2]
+    # One agent after the other, so that each goes on in time.
+    return torch.cat([rows[:, at] for at in range(len(AGENTS))])
 
 
 def frames_of(batch: TensorDictBase) -> Iterator[Frame]:
     """Yield the valid frames of a batch, row after row, each in the order of time."""
+    if not batch.numel():
+        return
     flat = batch.reshape(-1).cpu()
+    if GROUP in flat.keys():
+        flat = _of_agents(flat)
     mask = flat.get(("collector", "mask"), None)
     if mask is not None:
         flat = flat[mask.reshape(-1)]
-    hidden = flat.get("hidden", None)
-    columns: list[Any] = [
-        flat["observation"].tolist(),
-        flat["next", "observation"].tolist(),
-        flat["action"].tolist(),
-        flat["next", "reward"].reshape(-1).tolist(),
-        *(flat["next", name].reshape(-1).tolist() for name in ("terminated", "truncated", "done")),
-        flat["policy_version"].reshape(-1).tolist(),
-        flat["collector", "traj_ids"].reshape(-1).tolist(),
-        [None] * len(flat) if hidden is None else hidden.reshape(-1).tolist(),
+    nothing = [None] * len(flat)
+
+    def numbers(*key: str, each: bool = True) -> list[Any]:
+        value = flat.get(key if len(key) > 1 else key[0], None)
+        if value is None:
+            return list(nothing)
+        listed: list[Any] = (value.reshape(len(flat)) if each else value).tolist()
+        return listed
+
+    extras = {name: numbers(name) for name in EXTRAS if name in flat.keys()}
+    columns = [
+        numbers("observation", each=False),
+        numbers("next", "observation", each=False),
+        numbers("action", each=False),
+        numbers("next", "reward"),
+        *(numbers("next", name) for name in ("terminated", "truncated", "done")),
+        numbers("policy_version"),
+        numbers("collector", "traj_ids"),
     ]
-    for root, after, action, *others in zip(*columns, strict=True):
-        yield Frame(tuple(root), tuple(after), tuple(action), *others)
+    others: list[Any]
+    for at, (root, after, action, *others) in enumerate(zip(*columns, strict=True)):
+        shown = None if after is None else tuple(after)
+        more = {name: values[at] for name, values in extras.items()}
+        tail: Any = (*others, more)
+        yield Frame(tuple(root), shown, tuple(action), *tail)
 
 
 @dataclass
@@ -70,87 +126,174 @@ class Checker:
     Attributes:
         limit: ``max_frames_per_traj``.
         cuts: Whether environments may be truncated at any step.
-        random: Frames at the beginning whose actions are random.
+        random: Frames at the beginning whose actions are random; ``None`` for all.
+        labelled: Whether the version of a frame is the tag of the weights.
+        bonus: What each reward has on top.
+        mode: What a ``"typed"`` policy has to read.
+        n_steps: Of `MultiStep`; zero without.
+        gamma: Of `MultiStep`.
+        agents: Agents of an environment.
+        gaps: Whether frames may be missing between two of an environment.
+        unique: Whether every trajectory has an id of its own.
+        carries: Whether entries that the policy wrote are there at each next step.
     """
 
     limit: int | None = None
     cuts: bool = False
-    random: int = 0
+    random: int | None = 0
+    labelled: bool = True
+    bonus: float = 0.0
+    mode: float | None = None
+    n_steps: int = 0
+    gamma: float = 1.0
+    agents: int = 1
+    gaps: bool = False
+    unique: bool = True
+    carries: bool = True
     seen: int = 0
-    ended: int = 0
     newest: int = 0
     """The newest version that a learner has sent."""
     last: dict[int, Frame] = field(default_factory=dict)
-    owners: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Per trajectory id, its environment, episode and life."""
+    owners: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Per trajectory id, its environment and episode."""
     loose: set[int] = field(default_factory=set)
     """Environments that may begin anew with their next frame."""
-    life: int = 0
 
-    def begin_anew(self, restarted: bool = False) -> None:
-        """All environments may begin a new episode; as new objects if they were ``restarted``."""
+    def begin_anew(self) -> None:
+        """All environments may begin a new episode."""
         self.loose = set(self.last)
-        if restarted:
-            self.last, self.loose = {}, set()
-            self.life += 1
 
     def batch(self, batch: TensorDictBase, exactly: int | None = None) -> None:
         """Check a batch; ``exactly``: the version that all of it must have."""
-        require(batch.names[-1] == "time", f"the last dimension is called {batch.names[-1]!r}")
-        begun = self.seen
-        for frame in frames_of(batch):
-            acts = begun >= self.random
+        acts = self.acts
+        frames = list(frames_of(batch))
+        for frame in frames:
             self._alone(frame, acts)
-            self._follows(frame)
-            if exactly is not None and acts:
+            self._follows(frame, acts)
+            if exactly is not None and acts and frame.version is not None:
                 made = frame.version
                 require(made == exactly, f"{frame}: version {made}, not {exactly}")
-            self.seen += 1
-            self.ended += frame.done
+        self.seen += len(frames) // self.agents
+
+    def alone(self, batch: TensorDictBase) -> None:
+        """Check each frame of some, in any order; actions may be random if some were."""
+        for frame in frames_of(batch):
+            self._alone(frame, acts=self.random == 0)
+
+    @property
+    def acts(self) -> bool:
+        """Whether the policy made the actions of the next batch."""
+        return self.random is not None and self.seen >= self.random
 
     def _alone(self, frame: Frame, acts: bool) -> None:
-        root, after = frame.root, frame.after
-        number, episode, step = (int(root[at]) for at in (NUMBER, EPISODE, STEP))
+        number, episode, step = frame.place
         tag, made = frame.action[0], frame.version
         expected = (number, episode, step + 1, *frame.action)
-        require(after[: ECHO + 1] == expected, f"{frame}: next is {after}, not {expected}")
+        if frame.after is not None and not self.n_steps:
+            same = frame.after[: ECHO + 1] == expected
+            require(same, f"{frame}: next is {frame.after}, not {expected}")
         if acts:
             echo = float(number + 16 * step)
             require(frame.action[1] == echo, f"{frame}: the action is {frame.action}, not {echo}")
-            require(tag == made, f"{frame}: weights of version {tag}, labelled {made}")
-            require(made <= self.newest, f"{frame}: version {made} was never sent")
-        paid = np.float32(reward(number, step, tag))
-        require(np.float32(frame.reward) == paid, f"{frame}: reward {frame.reward}, not {paid}")
-        self._ends(frame, number, episode, step)
-        if frame.hidden is not None and not self.random:
-            require(frame.hidden == step, f"{frame}: hidden is {frame.hidden}")
+            require(tag in range(self.newest + 1), f"{frame}: weights {tag} were never sent")
+            labelled = not self.labelled or made is None or tag == made
+            require(labelled, f"{frame}: weights of version {tag}, labelled {made}")
+        self._paid(frame, tag)
+        self._entries(frame, acts)
+        if not self.n_steps:
+            self._ends(frame, number // self.agents, episode, step)
 
-    def _ends(self, frame: Frame, number: int, episode: int, step: int) -> None:
-        over = step + 1 >= length(number, episode)
-        dies = over and terminates(number, episode)
-        cut = self.cuts or (self.limit is not None and step + 1 >= self.limit)
+    def _paid(self, frame: Frame, tag: float) -> None:
+        number, episode, step = frame.place
+        far = 1
+        if self.n_steps:
+            far = int(frame.extras["steps_to_next_obs"])
+            require(frame.after is not None, f"{frame}: no successor")
+            landed = (number, episode, step + far)
+            require((frame.after or ())[:3] == landed, f"{frame}: leads to {frame.after}")
+            require(1 <= far <= self.n_steps, f"{frame}: {far} steps ahead")
+        paid = sum(self.gamma**at * reward(number, step + at, tag, self.bonus) for at in range(far))
+        require(
+            np.float32(frame.reward) == np.float32(paid),
+            f"{frame}: reward {frame.reward}, not {paid}",
+        )
+
+    def _entries(self, frame: Frame, acts: bool) -> None:
+        number, episode, step = frame.place
+        extras = frame.extras
+        expected = {"label": label(number, episode, step), "step_count": step}
+        expected["scaled"] = 2 * frame.reward
+        if acts:
+            # Random frames have zeros in place of what the policy would have written.
+            expected |= {"mode": self.mode} if self.mode is not None else {}
+        if self.random == 0:
+            expected["hidden"] = step
+        for name, value in expected.items():
+            if name in extras:
+                good = np.float32(extras[name]) == np.float32(value or 0.0)
+                require(good, f"{frame}: {name} is {extras[name]}, not {value}")
+
+    def _ends(self, frame: Frame, owner: int, episode: int, step: int) -> None:
+        over = step + 1 >= length(owner, episode)
+        dies = over and terminates(owner, episode)
+        limited = self.limit is not None and step + 1 >= self.limit
         require(frame.terminated == dies, f"{frame}: terminated is {frame.terminated}")
-        late = frame.truncated == (over and not dies) or (cut and not dies)
-        require(late, f"{frame}: truncated is {frame.truncated}")
+        if limited or (over and not dies):
+            require(frame.truncated or dies, f"{frame}: not truncated")
+        elif not self.cuts:
+            require(not frame.truncated, f"{frame}: truncated")
         either = frame.terminated or frame.truncated
         require(frame.done == either, f"{frame}: done is {frame.done}")
 
-    def _follows(self, frame: Frame) -> None:
-        number, episode, step = (int(frame.root[at]) for at in (NUMBER, EPISODE, STEP))
+    def _follows(self, frame: Frame, acts: bool) -> None:
+        number, episode, step = frame.place
         before = self.last.get(number)
         if step == 0:
             require(frame.root[TAG : ECHO + 1] == (0.0, 0.0), f"{frame}: shows an action before it")
-        if before is not None and number in self.loose and step == 0:
-            require(episode > before.root[EPISODE], f"{frame}: after {before}")
-        elif before is not None and before.done:
-            apart = episode - before.root[EPISODE]
-            # A pool that is cut may have begun an episode that nobody saw.
-            follows = step == 0 and (apart == 1 or (self.cuts and apart > 1))
-            require(follows, f"{frame}: after {before}")
-        elif before is not None:
-            require(frame.root == before.after, f"{frame}: {frame.root} after {before.after}")
+        if before is not None:
+            self._after(before, frame, acts)
+        elif not self.gaps:
+            require(step == 0, f"{frame}: the first of its environment")
         self.loose.discard(number)
         self.last[number] = frame
-        owner = number, episode, self.life
-        known = self.owners.setdefault(frame.trajectory, owner)
-        require(known == owner, f"{frame}: trajectory {frame.trajectory} is that of {known}")
+        if self.unique and frame.trajectory is not None:
+            owner = number // self.agents, episode
+            known = self.owners.setdefault(frame.trajectory, owner)
+            require(known == owner, f"{frame}: trajectory {frame.trajectory} is that of {known}")
+
+    def _after(self, before: Frame, frame: Frame, acts: bool) -> None:
+        number, episode, step = frame.place
+        apart = episode - before.root[EPISODE]
+        over = before.done or (not self.n_steps and self.cuts and before.truncated)
+        if number in self.loose and step == 0:
+            require(apart > 0, f"{frame}: after {before}")
+        elif self.n_steps or before.after is None:
+            # Where the successor is left out, its number says whether it follows.
+            joined = apart == 0 and step == before.root[STEP] + 1
+            require(joined or (step == 0 and apart > 0), f"{frame}: after {before}")
+        elif over:
+            # A pool that is cut may have begun an episode that nobody saw.
+            far = self.gaps or self.cuts
+            follows = step == 0 and (apart == 1 or (far and apart > 1))
+            marked = self.cuts and frame.root == before.after
+            require(follows or marked, f"{frame}: after {before}")
+        elif not (self.gaps and apart > 0 and step == 0):
+            require(frame.root == before.after, f"{frame}: {frame.root} after {before.after}")
+        if self.carries and "carried" in frame.extras and acts and number not in self.loose:
+            counted = frame.extras["carried"], before.extras["carried"] + 1
+            require(counted[0] == counted[1], f"{frame}: carries {counted[0]}, not {counted[1]}")
+
+
+def check_slices(sample: TensorDictBase, steps: int) -> None:
+    """Check that each slice of a sample is successive steps of one episode."""
+    rows = sample.reshape(-1, steps)
+    for row in rows:
+        last: dict[int, Frame] = {}
+        frames = list(frames_of(row))
+        for frame in frames:
+            number = frame.place[0]
+            before = last.get(number)
+            joined = before is None or frame.root == before.after
+            require(joined, f"a slice joins {before} and {frame}")
+            last[number] = frame
+        require(len(frames) == steps * len(last), f"a slice joins environments {sorted(last)}")

@@ -1,4 +1,4 @@
-"""Environments and policies of which every frame tells its origin.
+"""Environments of which every observation tells its origin.
 
 An observation holds the environment's number, its episode, the step inside, and the action before.
 An action holds the weights' tag, which is their version, and a function of the observation. So a
@@ -7,6 +7,7 @@ frame can be checked by arithmetic alone, see `tools.hunt.checks`.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from functools import partial
 from itertools import count
@@ -15,11 +16,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
+from pettingzoo import ParallelEnv
+from tensordict import TensorDict, TensorDictBase
+
+from gleanrl.envs import EnvBase
 
 NUMBER, EPISODE, STEP, TAG, ECHO, NOISE = range(6)
 """Places in an observation: the last action is at TAG and ECHO."""
+AGENTS = ("agent_0", "agent_1")
+GROUP = "agent"
 _ENVS_PER_WORKER = 16
 _counters: defaultdict[int, Any] = defaultdict(count)
 """Per worker, how many environments were made for it in this process."""
@@ -40,57 +45,214 @@ def terminates(number: int, episode: int) -> bool:
     return mixed(number, episode) % 2 == 0
 
 
-def reward(number: int, step: int, tag: float) -> float:
+def reward(number: int, step: int, tag: float, bonus: float = 0.0) -> float:
     """Return the reward of the step that is taken after ``step`` others."""
-    return 64.0 * number + step + 4096.0 * tag
+    return 64.0 * number + step + 4096.0 * tag + bonus
 
 
-class Certified(gym.Env[Any, Any]):
-    """Shows all that it knows of itself.
+def label(number: int, episode: int, step: int) -> float:
+    """Return the ``info`` entry of an observation."""
+    return number + 32.0 * step + 1024.0 * episode
+
+
+class Life:
+    """The arithmetic of one environment, whatever its interface is.
 
     Args:
         number: Its own.
-        kind: ``"fresh"`` observations, one ``"reused"`` buffer, one buffer ``"shared"`` by all, or
-            ``"dict"``.
         draws: Whether it draws from the global generators of torch and numpy at each step.
+        bonus: Added to each reward.
+    """
+
+    def __init__(self, number: int, draws: bool, bonus: float) -> None:
+        self.number, self.draws, self.bonus = number, draws, bonus
+        self.episode, self.steps = -1, 0
+
+    def show(self, action: Any, number: int | None = None) -> tuple[float, ...]:
+        """Return an observation after ``action``."""
+        noise = float(torch.rand(())) + np.random.randn() if self.draws else 0.0
+        number = self.number if number is None else number
+        return number, self.episode, self.steps, float(action[0]), float(action[1]), noise
+
+    def begin(self) -> None:
+        """Begin the next episode."""
+        self.episode += 1
+        self.steps = 0
+
+    def step(self) -> tuple[bool, bool]:
+        """Take a step; return whether it terminates or truncates the episode."""
+        self.steps += 1
+        over = self.steps >= length(self.number, self.episode)
+        dies = terminates(self.number, self.episode)
+        return over and dies, over and not dies
+
+
+class Certified(gym.Env[Any, Any]):
+    """A `Life` as a Gymnasium environment.
+
+    Args:
+        number: Its own.
+        kind: ``"fresh"`` observations, one ``"reused"`` buffer, one buffer ``"shared"`` by all,
+            ``"dict"``, or ``"double"`` precision.
+        draws: See `Life`.
+        bonus: See `Life`.
     """
 
     action_space = gym.spaces.Box(-1e6, 1e6, (2,), np.float32)
     _shared = np.zeros(6, np.float32)
 
-    def __init__(self, number: int, kind: str, draws: bool) -> None:
-        self.number, self.kind, self.draws = number, kind, draws
-        self.episode, self.steps = -1, 0
-        self._own = np.zeros(6, np.float32)
-        box = gym.spaces.Box(-np.inf, np.inf, (6,), np.float32)
+    def __init__(self, number: int, kind: str, draws: bool, bonus: float = 0.0) -> None:
+        self.kind, self.life = kind, Life(number, draws, bonus)
+        dtype = np.float64 if kind == "double" else np.float32
+        self._own = np.zeros(6, dtype)
+        box = gym.spaces.Box(-np.inf, np.inf, (6,), dtype)
         self.observation_space = gym.spaces.Dict(observation=box) if kind == "dict" else box
 
-    def _show(self, action: Any) -> Any:
-        noise = float(torch.rand(())) + np.random.randn() if self.draws else 0.0
+    def _show(self, action: Any) -> tuple[Any, dict[str, Any]]:
         memory = {"reused": self._own, "shared": Certified._shared}.get(self.kind)
-        shown = np.zeros(6, np.float32) if memory is None else memory
-        shown[:] = self.number, self.episode, self.steps, action[0], action[1], noise
-        return {"observation": shown} if self.kind == "dict" else shown
+        shown = self._own.copy() if memory is None else memory
+        shown[:] = self.life.show(action)
+        info = {"label": label(self.life.number, self.life.episode, self.life.steps)}
+        return {"observation": shown} if self.kind == "dict" else shown, info
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin the next episode."""
         super().reset(seed=seed)
-        self.episode += 1
-        self.steps = 0
-        return self._show((0.0, 0.0)), {}
+        self.life.begin()
+        return self._show((0.0, 0.0))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take a step."""
-        paid = reward(self.number, self.steps, float(action[0]))
-        self.steps += 1
-        over = self.steps >= length(self.number, self.episode)
-        dies = terminates(self.number, self.episode)
-        return self._show(action), paid, over and dies, over and not dies, {}
+        life = self.life
+        paid = reward(life.number, life.steps, float(action[0]), life.bonus)
+        ends = life.step()
+        observation, info = self._show(action)
+        return observation, paid, *ends, info
 
 
-def make_one(worker: int, kind: str, draws: bool) -> gym.Env[Any, Any]:
-    """Make the next environment of a worker; numbers differ over all workers."""
-    return Certified(worker * _ENVS_PER_WORKER + next(_counters[worker]), kind, draws)
+class Agents(ParallelEnv):  # type: ignore[misc]
+    """Two agents in one `Life`, numbered ``2 * number`` and the next."""
+
+    def __init__(self, number: int, draws: bool, bonus: float = 0.0) -> None:
+        self.life = Life(number, draws, bonus)
+        self.metadata = {"name": "certified"}
+        self.possible_agents = list(AGENTS)
+        self.agents: list[str] = []
+        self._box = gym.spaces.Box(-np.inf, np.inf, (6,), np.float32)
+
+    def observation_space(self, agent: str) -> Any:
+        """Return the space of observations."""
+        return self._box
+
+    def action_space(self, agent: str) -> Any:
+        """Return the space of actions."""
+        return Certified.action_space
+
+    def _show(self, actions: Any) -> tuple[Any, Any]:
+        shown, infos = {}, {}
+        for at, agent in enumerate(AGENTS):
+            number = 2 * self.life.number + at
+            shown[agent] = np.array(self.life.show(actions[agent], number), np.float32)
+            infos[agent] = {"label": label(number, self.life.episode, self.life.steps)}
+        return shown, infos
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        """Begin the next episode."""
+        self.agents = list(AGENTS)
+        self.life.begin()
+        return self._show(dict.fromkeys(AGENTS, (0.0, 0.0)))
+
+    def step(self, actions: Any) -> Any:
+        """Take a step."""
+        life = self.life
+        paid = {
+            agent: reward(2 * life.number + at, life.steps, float(actions[agent][0]), life.bonus)
+            for at, agent in enumerate(AGENTS)
+        }
+        terminated, truncated = life.step()
+        shown, infos = self._show(actions)
+        if terminated or truncated:
+            self.agents = []
+        ends = dict.fromkeys(AGENTS, terminated), dict.fromkeys(AGENTS, truncated)
+        return shown, paid, *ends, infos
+
+
+class Native(EnvBase):
+    """A `Life` as an environment of TensorDicts."""
+
+    def __init__(self, number: int, draws: bool, bonus: float = 0.0) -> None:
+        super().__init__()
+        gymnasium = Certified(number, "fresh", draws, bonus)
+        self.life = gymnasium.life
+        self._gymnasium = gymnasium
+        like = _native_specs()
+        self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = like
+
+    def _reset(self, tensordict: Any | None = None, **options: Any) -> TensorDictBase:
+        observation, _info = self._gymnasium.reset()
+        ends = {name: torch.zeros(1, dtype=torch.bool) for name in ("done", "terminated")}
+        ends["truncated"] = torch.zeros(1, dtype=torch.bool)
+        return TensorDict({"observation": torch.as_tensor(observation.copy()), **ends}, [])
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        observation, paid, *ends, _info = self._gymnasium.step(tensordict["action"].numpy())
+        flags = dict(zip(("terminated", "truncated"), ends, strict=True)) | {"done": any(ends)}
+        shown = {name: torch.tensor([flag]) for name, flag in flags.items()}
+        shown |= {
+            "observation": torch.as_tensor(observation.copy()),
+            "reward": torch.tensor([paid]),
+        }
+        return TensorDict(shown, [])
+
+    def _set_seed(self, seed: int | None) -> None:
+        torch.manual_seed(seed or 0)
+
+
+def _native_specs() -> tuple[Any, ...]:
+    from gleanrl.data import Binary, Bounded, Composite, Unbounded
+
+    names = ("done", "terminated", "truncated")
+    ends: dict[str, Any] = {name: Binary(1, dtype=torch.bool) for name in names}
+    observation = Composite(observation=Unbounded(shape=(6,)))
+    action = Bounded(-1e6, 1e6, shape=(2,), dtype=torch.float32)
+    return observation, action, Unbounded(shape=(1,)), Composite(**ends)
+
+
+def _number(worker: int, folder: str | None) -> int:
+    """Return the next number of a worker; all processes that share ``folder`` count as one."""
+    if folder is None:
+        return worker * _ENVS_PER_WORKER + int(next(_counters[worker]))
+    for number in count():
+        try:
+            os.close(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        return number
+    raise AssertionError
+
+
+def make_one(
+    worker: int, kind: str, draws: bool, folder: str | None = None, bonus: float = 0.0
+) -> Any:
+    """Make the next environment of a worker; numbers differ over all workers.
+
+    Args:
+        worker: Index of the worker.
+        kind: A kind of `Certified`, ``"agents"``, ``"native"`` or ``"torchrl"``.
+        draws: See `Life`.
+        folder: Where processes that cannot know their index take numbers.
+        bonus: See `Life`.
+    """
+    number = _number(worker, folder)
+    if kind == "agents":
+        return Agents(number, draws, bonus)
+    if kind == "native":
+        return Native(number, draws, bonus)
+    if kind == "torchrl":
+        from tools.hunt.torchrl_world import wrapped
+
+        return wrapped(Certified(number, "fresh", draws, bonus))
+    return Certified(number, kind, draws, bonus)
 
 
 def start_counting() -> None:
@@ -99,56 +261,8 @@ def start_counting() -> None:
 
 
 def make_vector(
-    worker: int, mode: str, envs: int, draws: bool
+    worker: int, mode: str, envs: int, draws: bool, kind: str = "fresh"
 ) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Make a vectorised environment."""
-    members = [partial(make_one, worker, "fresh", draws)] * envs
+    members = [partial(make_one, worker, kind, draws)] * envs
     return gym.vector.SyncVectorEnv(members, autoreset_mode=gym.vector.AutoresetMode(mode))
-
-
-class Acting(nn.Module):
-    """Acts with its tag, and with a function of the observation; both are one linear layer."""
-
-    def __init__(self, memory: bool = False, draws: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 2)
-        self.memory, self.draws = memory, draws
-        with torch.no_grad():
-            self.layer.weight.zero_()
-            self.layer.weight[1, NUMBER], self.layer.weight[1, STEP] = 1.0, 16.0
-            self.layer.bias.zero_()
-
-    def tag(self, version: int) -> None:
-        """Make weights of ``version``."""
-        with torch.no_grad():
-            self.layer.bias[0] = float(version)
-
-    def forward(self, observation: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
-        """Return the action; with memory also the steps since the reset, else perhaps a draw."""
-        action = self.layer(observation)
-        if hidden is not None:
-            return action, hidden + 1
-        return (action, torch.rand(observation.shape[:-1])) if self.draws else action
-
-
-def make_policy(kind: str) -> tuple[Any, Acting]:
-    """Return a policy, and the module in it that has the weights."""
-    acting = Acting(kind == "recurrent", kind == "drawing")
-    if kind == "linear":
-        return TensorDictModule(_Plain(acting), ["observation"], ["action"]), acting
-    if kind == "module":
-        return acting, acting
-    if kind == "recurrent":
-        keys = ["observation", "hidden"], ["action", ("next", "hidden")]
-        policy = TensorDictModule(acting, *keys)
-        policy.state_shapes = {"hidden": (1,)}
-        return policy, acting
-    outs = ["action", "drawn"] if kind == "drawing" else ["action"]
-    return TensorDictModule(acting, ["observation"], outs), acting
-
-
-class _Plain(nn.Sequential):
-    """Library layers only, which the fast path records."""
-
-    def __init__(self, acting: Acting) -> None:
-        super().__init__(acting.layer)

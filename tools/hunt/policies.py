@@ -1,0 +1,137 @@
+"""Policies whose actions tell the weights and the observation that they were computed from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule
+from tensordict.nn.probabilistic import interaction_type
+from torch import nn
+from torch.nn.utils import parametrize
+
+from tools.hunt.worlds import GROUP, NUMBER, STEP
+
+MODES = {mode: float(at) for at, mode in enumerate(InteractionType)}
+
+
+class _Same(nn.Module):
+    """A parametrization that changes no value."""
+
+    def forward(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of its own."""
+        return bias + 0.0
+
+
+class Acting(nn.Module):
+    """Acts with its tag, and with a function of the observation; both are one linear layer.
+
+    Args:
+        extra: The kind of the policy, where that asks for another output: see `make_policy`.
+    """
+
+    def __init__(self, extra: str = "") -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.extra = extra
+        with torch.no_grad():
+            self.layer.weight.zero_()
+            self.layer.weight[1, NUMBER], self.layer.weight[1, STEP] = 1.0, 16.0
+            self.layer.bias.zero_()
+        if extra == "cached":
+            parametrize.register_parametrization(self.layer, "bias", _Same())
+
+    def tag(self, version: int) -> None:
+        """Make weights of ``version``."""
+        layer: Any = self.layer
+        bias = layer.parametrizations.bias.original if self.extra == "cached" else layer.bias
+        with torch.no_grad():
+            bias[0] = float(version)
+
+    def forward(self, observation: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
+        """Return the action; with memory also the steps since the reset, else perhaps a draw."""
+        action = self.layer(observation)
+        if hidden is not None:
+            return action, hidden + 1
+        if self.extra == "drawing":
+            return action, torch.rand(observation.shape[:-1])
+        if self.extra == "typed":
+            kind = interaction_type() or InteractionType.RANDOM
+            return action, torch.full(observation.shape[:-1], MODES[kind])
+        return action
+
+
+class _Plain(nn.Sequential):
+    """Library layers only, which the fast path records."""
+
+    def __init__(self, acting: Acting) -> None:
+        super().__init__(acting.layer)
+
+
+class _Carrying(nn.Module):
+    """Counts its calls in a root entry that it finds again at the next step."""
+
+    in_keys = ("observation",)
+    out_keys = ("action", "carried")
+
+    def __init__(self, acting: Acting) -> None:
+        super().__init__()
+        self.acting = acting
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act, and count one more."""
+        shown = tensordict["observation"]
+        before = tensordict.get("carried", None)
+        before = torch.zeros(shown.shape[:-1]) if before is None else before
+        tensordict["action"], tensordict["carried"] = self.acting(shown), before + 1
+        return tensordict
+
+
+class _Numpy(nn.Module):
+    """A policy that is called with a tensor and returns an array."""
+
+    def __init__(self, acting: Acting) -> None:
+        super().__init__()
+        self.acting = acting
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        """Return the action as an array."""
+        return self.acting(observation).detach().numpy()
+
+
+def make_policy(kind: str, env: str = "fresh") -> tuple[Any, Acting]:
+    """Return a policy, and the module in it that has the weights.
+
+    Args:
+        kind: Of the policy.
+        env: The kind of the environment, which decides the names of entries.
+    """
+    acting = Acting(kind)
+    group: tuple[str, ...] = (GROUP,) if env == "agents" else ()
+    observation, action = (*group, "observation"), (*group, "action")
+    if kind == "random":
+        return None, acting
+    if kind == "module":
+        return acting, acting
+    if kind == "carrying":
+        return _Carrying(acting), acting
+    if kind == "numpy":
+        return _Numpy(acting), acting
+    if kind == "recurrent":
+        keys = ["observation", "hidden"], ["action", ("next", "hidden")]
+        policy = TensorDictModule(acting, *keys)
+        policy.state_shapes = {"hidden": (1,)}
+        return policy, acting
+    inner = _Plain(acting) if kind == "linear" else acting
+    extra = {"drawing": ["drawn"], "typed": ["mode"]}.get(kind, [])
+    return TensorDictModule(inner, [observation], [action, *extra]), acting
+
+
+@contextlib.contextmanager
+def around_building(kind: str) -> Iterator[None]:
+    """Hold while a collector is built: one of a ``"cached"`` policy is built in its cache."""
+    with parametrize.cached() if kind == "cached" else contextlib.nullcontext():
+        yield
