@@ -187,8 +187,22 @@ def _limits() -> Iterator[str]:
     yield from ("", *_reasons(worst))
 
 
-_TARGETS = {"missed": _all_missed, "limits": _limits}
-"""Tables over all suites."""
+def _training_included() -> Iterator[str]:
+    """Yield a sentence: the least and the largest median ratio of each training loop."""
+    cases = json.loads((PUBLISHED / "training_rates.json").read_text())["cases"]
+    parts = []
+    for title, case in TRAINING.items():
+        medians = [ratio["median"] for ratio in cases[case]["ratios"].values()]
+        parts.append(f"{times(min(medians))} to {times(max(medians))} times ({title})")
+    yield f"With training included, the frame rate is {', '.join(parts)} that of the others."
+
+
+_TARGETS = {
+    "missed": _all_missed,
+    "limits": _limits,
+    "training_included": _training_included,
+}
+"""What pages show of several suites, or of a suite in one sentence."""
 
 
 def systems(entry: dict[str, Any]) -> Iterator[str]:
@@ -324,6 +338,12 @@ def rewritten(page: str) -> str:
     return _MARKED.sub(lambda m: f"{m[1]}{table(m[2], m[3] or '')}{m[5]}", page)
 
 
+TRAINING = {
+    "PPO, CartPole": "train-cartpole-ppo",
+    "PPO, HalfCheetah": "train-halfcheetah-ppo",
+    "DQN, Pong": "train-pong-dqn",
+}
+"""Cases of the suite of whole training loops, and how pages and pictures call them."""
 _GLOO = "TorchRL DistributedCollector, mp, gloo"
 OVERVIEW = {
     "One process, CartPole": [
@@ -348,16 +368,12 @@ OVERVIEW = {
         ("ray", "cartpole-async", "TorchRL RayCollector", "TorchRL, async"),
     ],
     **{
-        title: [
+        f"Training included: {title}": [
             ("training_rates", case, "CleanRL loop", "CleanRL loop"),
             ("training_rates", case, "SB3", "SB3"),
             ("training_rates", case, "TorchRL Collector", "TorchRL"),
         ]
-        for title, case in {
-            "Training included: PPO, CartPole": "train-cartpole-ppo",
-            "Training included: PPO, HalfCheetah": "train-halfcheetah-ppo",
-            "Training included: DQN, Pong": "train-pong-dqn",
-        }.items()
+        for title, case in TRAINING.items()
     },
 }
 """Bars of the picture over all suites: suite, case, reference, and how the picture calls it."""

@@ -31,6 +31,12 @@ def test_pages_are_short():
     assert [(name, count) for name, count in lines.items() if count > 250] == []
 
 
+def test_what_the_readme_shows_and_start_runs_is_one_program():
+    start = [block.source for block in pages.blocks(PAGES["docs/start.md"])]
+    shown = [b.source for b in pages.blocks(PAGES["README.md"]) if b.language == "python"]
+    assert [source in start for source in shown] == [True, True]
+
+
 PAGE = """
 - in a list:
   ```python
