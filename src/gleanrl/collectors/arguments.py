@@ -64,7 +64,8 @@ class CommonArguments(TypedDict, total=False):
         init_random_frames: Act at random, without calling the policy, for this many frames over all
             workers (rounded up to whole batches). What else the policy writes is zero in them.
         reset_at_each_iter: Reset all environments before each batch.
-        postproc: Applied to each batch in this process, after ``split_trajs``.
+        postproc: Applied to each batch in this process, after ``split_trajs``; in the workers to
+            each of their rollouts, where workers write into a buffer.
         split_trajs: Deliver one padded row per trajectory with a mask.
         exploration_type: How a probabilistic policy acts; RANDOM by default.
         exploration_mode: Retired spelling of ``exploration_type``.
