@@ -1,4 +1,4 @@
-"""The collectors users construct: names and arguments, no behaviour of their own."""
+"""The collectors that users construct: names and arguments without further behaviour."""
 
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.collector import Collector

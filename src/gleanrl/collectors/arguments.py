@@ -54,7 +54,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 class CommonArguments(TypedDict, total=False):
-    """What every collector takes. A worker is a process, a node or a Ray actor.
+    """The arguments of every collector. A worker is a process, a node or a Ray actor.
 
     Attributes:
         total_frames: Frames, over all workers, after which iteration ends, rounded up to whole
@@ -158,7 +158,7 @@ class CommonArguments(TypedDict, total=False):
 
 
 class _OnThisMachine(TypedDict, total=False):
-    """What collectors in this process and over processes take.
+    """The arguments of collectors in this process and over processes.
 
     Attributes:
         reset_when_done: Only ``True``: environments that end are reset.
@@ -177,7 +177,7 @@ class _OnThisMachine(TypedDict, total=False):
 
 
 class _NotOfNodes(TypedDict, total=False):
-    """What all but the collectors over torch.distributed take.
+    """The arguments of all collectors except those over torch.distributed.
 
     Attributes:
         cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
@@ -191,7 +191,7 @@ class _NotOfNodes(TypedDict, total=False):
 
 
 class _WithWorkers(TypedDict, total=False):
-    """What every collector with workers takes.
+    """The arguments of every collector with workers.
 
     Attributes:
         frames_per_batch: Frames of one batch. Synchronous workers share them out; asynchronous ones
@@ -230,7 +230,7 @@ class _WithWorkers(TypedDict, total=False):
 
 
 class _Remote(TypedDict, total=False):
-    """What collectors over nodes and Ray actors take.
+    """The arguments of collectors over nodes and Ray actors.
 
     Attributes:
         collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
@@ -251,7 +251,7 @@ class _Remote(TypedDict, total=False):
 
 
 class _WeightIntervals(TypedDict, total=False):
-    """When weights are sent to nodes and actors by themselves.
+    """When a collector sends weights to nodes and actors without a call.
 
     Attributes:
         sync: Whether a batch is made of rollouts of all workers.
@@ -267,7 +267,7 @@ class _WeightIntervals(TypedDict, total=False):
 
 
 class _OverNetwork(TypedDict, total=False):
-    """What collectors over nodes take, which join over the network.
+    """The arguments of collectors over nodes that join over the network.
 
     Attributes:
         slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
@@ -432,7 +432,7 @@ class Arguments(
     _NotOfNodes,
     total=False,
 ):
-    """What `read` returns: the arguments of all collectors, completed with defaults."""
+    """The result of `read`: the arguments of all collectors, completed with defaults."""
 
     interruptor: Any
     num_collectors: int | None
@@ -465,7 +465,7 @@ _RETIRED = {
     "replay_buffer_chunk": "extend_buffer",
     "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
 }
-"""Arguments that still work, and what to use instead."""
+"""Arguments that still work, and their replacements."""
 _DICTIONARIES = [
     found
     for found in tuple(globals().values())
@@ -496,7 +496,7 @@ def defaults(kind: Any) -> dict[str, Any]:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """Return what the arguments of ``kind`` mean; nothing under ``python -OO``."""
+    """Return the meanings of the arguments of ``kind``; nothing under ``python -OO``."""
     defined, found = definitions(kind), _described(kind)
     for other in _DICTIONARIES:
         there = definitions(other)
@@ -545,7 +545,7 @@ def shows(kind: Any) -> Callable[[Function], Function]:
 
 
 def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
-    """Complete the arguments that a collector was given.
+    """Complete the arguments passed to a collector.
 
     Args:
         kind: The dictionary of its arguments.
@@ -574,7 +574,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
 
 
 def instead(name: str, known: Mapping[str, Any]) -> str:
-    """Return what is to be said of an argument that is not ``known``."""
+    """Return a hint about an argument that is not ``known``."""
     having = [other for other, kind in _COLLECTORS.items() if name in definitions(kind)]
     if having:
         return f": it is an argument of {', '.join(having)}"
@@ -600,7 +600,7 @@ kinds are read where they are used."""
 
 
 def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``arguments`` with flags as bools: NumPy's, 0 and 1 are taken for these.
+    """Return ``arguments`` with flags as bools; NumPy's bools, 0 and 1 count as bools.
 
     Arguments that are not of the type that ``kind`` defines are refused; it may know others not.
     """
@@ -629,7 +629,7 @@ def check(arguments: Arguments) -> None:
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
-    """Yield what would be wrong, and what is to be said of it."""
+    """Yield each possible contradiction and its message."""
     whole = arguments["trajs_per_batch"] is not None
     apart = arguments["split_trajs"] or whole
     yield (
@@ -694,14 +694,14 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
 
 
 def check_callables(**arguments: Any) -> None:
-    """Hooks and factories have to be callable."""
+    """Raise an error unless hooks and factories are callable."""
     for name, value in arguments.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name} ({value!r:.100}) must be callable")
 
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:
-    """Every weight sync scheme has to be one that nobody has initialised."""
+    """Raise an error if a weight sync scheme was initialised before."""
     if schemes is not None and not isinstance(schemes, Mapping):
         raise ConfigError(
             f"weight sync schemes ({schemes!r:.100}) must be a mapping from model id to scheme"
@@ -785,7 +785,7 @@ def read_seed(seed: Any) -> int:
 
 
 def read_devices(device: Any) -> Any:
-    """Return the default device; those of the workers as a list, if they were given as one."""
+    """Return the default device, and the workers' devices as a list if the argument is a list."""
     if isinstance(device, list | tuple):
         return [read_devices(one) for one in device]
     return read_device("device", device)

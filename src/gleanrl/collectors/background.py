@@ -1,4 +1,4 @@
-"""Collecting in the background: a thread, and what a step does for the buffer that it fills."""
+"""Collection in the background: a thread, and the steps that fill a replay buffer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ anything more to do."""
 
 
 class Background:
-    """Takes step after step in a thread, can be paused, and keeps what went wrong."""
+    """Takes step after step in a thread, can be paused, and keeps the error that ended it."""
 
     def __init__(self, step: Step, active: Callable[[bool], object] = bool) -> None:
         """Start the thread.
@@ -47,12 +47,12 @@ class Background:
 
     @property
     def running(self) -> bool:
-        """Whether it still collects, or will when no longer paused."""
+        """Whether the thread collects, or will after a pause."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def paused(self) -> bool:
-        """Whether a block that suspends it is being run."""
+        """Whether a block that suspends the thread is running."""
         return self._paused > 0
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class Background:
                 self._state.notify_all()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end of the thread, unless this is it; tell whether that came."""
+        """Wait for the end of the thread unless it calls this itself; return whether it ended."""
         if self.inside:
             return True
         self._thread.join(timeout)
@@ -103,7 +103,7 @@ class Background:
 
     @contextmanager
     def pause(self, timeout: float) -> Iterator[None]:
-        """Suspend collection for the length of a block; it continues even if the body raises.
+        """Suspend collection during a block; collection continues even if the body raises.
 
         What was under way when the block is entered has been collected and stored.
 
@@ -128,7 +128,7 @@ class Background:
                 self._state.notify_all()
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the step it is in. Idempotent.
+        """End the thread after its current step. Idempotent.
 
         Raises:
             CollectorTimeout: it takes longer than ``timeout`` seconds.
@@ -143,7 +143,7 @@ class Background:
 
 
 def _twin(collector: BaseCollector) -> BaseCollector:
-    """Return another object with the very same state.
+    """Return another object that shares this object's state.
 
     The thread has this one: it neither keeps the user's collector alive, nor is the one to drop its
     last reference, and with it to run finalizers that belong to the user's thread.
@@ -154,20 +154,20 @@ def _twin(collector: BaseCollector) -> BaseCollector:
 
 
 class BackgroundFilling:
-    """What a collector does between `start` and `shutdown`: fill its replay buffer in a thread."""
+    """Fills a collector's replay buffer in a thread, between `start` and `shutdown`."""
 
     def __init__(self, engine: Engine, budget: Budget, timeout: float | None) -> None:
         """Prepare to collect with ``engine``; nothing runs before `start`."""
         self._engine, self._budget, self._timeout = engine, budget, timeout
         self._buffer: ReplayBuffer | None = None
-        """What is filled; buffers of other libraries have no rate limit."""
+        """The replay buffer; buffers of other libraries have no rate limit."""
         self._held_since: float | None = None
-        """Since when the rate limit has the collector wait for the learner."""
+        """The time at which the collector began to wait for the learner, by the rate limit."""
         self._ending = False
         self.thread: Background | None = None
 
     def start(self, collector: BaseCollector, buffer: Any) -> None:
-        """Have ``collector``, which is not kept alive, fill ``buffer`` from now on."""
+        """Fill ``buffer`` by ``collector`` from now on, without keeping ``collector`` alive."""
         self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
         active: Callable[[bool], object] = bool
         if self._buffer is not None:
@@ -178,7 +178,7 @@ class BackgroundFilling:
         self.thread = Background(partial(self._step, _twin(collector)), active)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Suspend collection for the length of a ``with`` block.
+        """Suspend collection during a ``with`` block.
 
         Raises:
             RuntimeError: nothing was started, or the collection itself asks for this.
@@ -192,7 +192,7 @@ class BackgroundFilling:
         return self.thread.pause(60.0 if self._timeout is None else 2 * self._timeout)
 
     def stats(self) -> dict[str, float | bool]:
-        """Return what ``stats()`` shows of the rate limit."""
+        """Return the entries of ``stats()`` about the rate limit."""
         if self._buffer is None or self._buffer.limiter is None:
             return {}
         running = self.thread is not None and self.thread.running
@@ -202,7 +202,7 @@ class BackgroundFilling:
         }
 
     def stop(self, timeout: float) -> BaseException | None:
-        """End the thread; return what went wrong in it."""
+        """End the thread; return the error that it met."""
         if self.thread is not None and not self._engine.closed:
             self._ending = True
             self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
@@ -213,14 +213,14 @@ class BackgroundFilling:
         return None if self._engine.closed else self._engine.failure
 
     def end(self, timeout: float) -> None:
-        """End the thread, then the workers, also where the thread waits for one that hangs."""
+        """End the thread, then the workers, even if the thread waits for a worker that hangs."""
         self.stop(timeout)
         self._engine.close(timeout)
         if self.thread is not None:
             self.thread.join(1.0)
 
     def _step(self, collector: BaseCollector, feed: bool) -> bool:
-        """Collect what has come; return whether there is anything more to do."""
+        """Collect the rollouts that have arrived; return whether there is more to do."""
         held = False
         try:
             with self._engine.turn(None):
@@ -249,7 +249,7 @@ class BackgroundFilling:
         return True
 
     def _holds(self) -> bool:
-        """Tell whether the collector has to wait for the learner."""
+        """Tell whether the collector must wait for the learner."""
         if self._buffer is not None and self._buffer.limiter is not None:
             under_way = self._budget.under_way
             held = self._buffer.limiter.holds(self._buffer.storage, under_way)
@@ -257,7 +257,7 @@ class BackgroundFilling:
         return self._held_since is not None
 
     def _wait(self, held: bool) -> None:
-        """Wait for workers, or, if the rate limit ``held`` them, for the learner."""
+        """Wait for workers, or for the learner if the rate limit ``held`` the workers."""
         if not held:
             self._engine.wait(0.1 if self._ending else 1.0)
         elif self.thread is not None and self._held_since is not None:

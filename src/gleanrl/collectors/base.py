@@ -1,4 +1,4 @@
-"""What every collector does: iterate, publish weights, seed, save, answer, shut down."""
+"""The base of all collectors: iteration, weights, seeds, states, statistics, shutdown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from gleanrl.collectors.launch import Launch
 
 CLOSE_TIMEOUT_S = 2.0
-"""Seconds environments get to close after a failure, and where nobody called `shutdown`."""
+"""Seconds for environments to close after a failure, or without a call of `shutdown`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -113,29 +113,29 @@ class BaseCollector(Handle, IterableDataset[Any]):
     """The newest iterator."""
     _warned_of_readers = False
     _asked: float | None = None
-    """When the batch under way was asked for, before it is gathered."""
+    """The time of the request for the current batch, before the collector gathers it."""
     _touched = False
-    """Whether a batch, an update of weights, a seed, a reset or a state was asked for."""
+    """Whether anything has requested a batch, an update of weights, a seed, a reset or a state."""
     _reports: Rollouts = {}
-    """What workers said of the newest batch."""
+    """The workers' reports about the newest batch."""
     _models: Models
     _sending: Sending | None
     """Sends weights around each batch."""
     _replacements: Replacements | None = None
     _seeds: Mapping[int, m.Seed] = {}
-    """What workers were seeded with, since they were started or a state was loaded."""
+    """The seeds of the workers since their start or since a state was loaded."""
     _moved = False
     """Whether environments were stepped or reset since they were seeded."""
     _updater: WeightUpdaterBase | None = None
     _delivered: bool | None = None
-    """While the updater runs, whether it has had weights published."""
+    """Whether the running updater has published weights."""
     _under_way: int | None = None
-    """The version of an update of several pieces, or of what a parent sent, while it is made."""
+    """The version of an update in several pieces, or of a parent's update, during that update."""
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        """Complete the arguments that were given."""
+        """Complete the arguments."""
         self._arguments = arguments = read(self.ARGUMENTS, type(self).__name__, given)
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
 
@@ -179,7 +179,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._watching.begin(engine, self._budget, self._status)
 
     def _set_up(self) -> None:
-        """Set up memory, weights and counters, now that the workers are up."""
+        """Set up memory, weights and counters after the start of the workers."""
         engine, launch, plan = self._engine, self._launch, self._plan
         stopped: Callable[[], bool] = bool
         if isinstance(plan.interruptor, Interruptor):
@@ -198,14 +198,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
     def _choose_sending(self) -> None:
-        """Choose what sends weights around each batch, or warns if nothing does."""
+        """Choose the object that sends weights around each batch, or warns if none does."""
         self._sending = self._plan.sending
         if self._sending is None and self._updater is None:
             copied = self._models.copied_parameters()
             self._sending = NothingSent(copied) if copied else None
 
     def _make_models(self) -> Models:
-        """Return what publishes weights."""
+        """Return the object that publishes weights."""
         arguments, plan = self._arguments, self._plan
         schemes = arguments["weight_sync_schemes"]
         if plan.here:
@@ -221,7 +221,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         )
 
     def _env_to_record(self) -> Any:
-        """Return what a recording in this process is made of, ``None`` if that is elsewhere."""
+        """Return the environment to record, ``None`` if environments are in other processes."""
         return self.env
 
     def __reduce__(self) -> NoReturn:
@@ -231,7 +231,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         )
 
     def __repr__(self) -> str:
-        """Say what this is, what it consists of, how far it is and what it does."""
+        """Return class, workers, environments, progress and state in one line."""
         if "_closing" not in vars(self):
             return f"{type(self).__name__}(starting)"
         engine, total = self._engine, self._budget.limits.all_frames
@@ -253,17 +253,17 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return "completed" if self._budget.exhausted else "collecting"
 
     def _status(self) -> Mapping[str, Any]:
-        """Return what ``gleanrl top`` shows."""
+        """Return the values that ``gleanrl top`` shows."""
         return self._watching.status(repr(self), self.stats("both"))
 
     def _failed(self) -> None:
-        """Show that collection was ended by an exception."""
+        """Show that an exception ended collection."""
         self._watching.failed(self._status)
 
     # -- iteration -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Continue iteration; if collecting fails, shut down and raise what it raised."""
+        """Continue iteration; if collection fails, shut down and raise its error."""
         self._iterating = True
         self._reader = reader = _Reader(threading.get_ident())
         iterator = self.iterator()
@@ -331,14 +331,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return batch
 
     def _announce(self) -> None:
-        """Note when a batch is asked for, after the hook that runs before; once for each."""
+        """Note the time of a request for a batch, once per batch, after the pre-collect hook."""
         if self._asked is None:
             if self._plan.here and self._pre_hook is not None:
                 self._pre_hook()
             self._asked = time.monotonic()
 
     def _collect(self, feed: bool = True) -> deque[Any]:
-        """Collect a batch; return what is to be delivered for it."""
+        """Collect a batch; return the batches to deliver."""
         self._announce()
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
@@ -346,7 +346,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return self._pipeline(batch, self._post_hook if self._plan.here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
-        """Collect a batch as it comes from the workers."""
+        """Collect a batch from the workers, without further processing."""
         self._touched = self._moved = True
         sending = self._sending
         if sending is not None:
@@ -369,7 +369,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @for_users
     def rollout(self) -> TensorDictBase | None:
-        """Collect one batch and return it as it was collected.
+        """Collect one batch and return it without further processing.
 
         The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
         the replay buffer are left out, and trajectories in the making for ``trajs_per_batch`` are
@@ -405,7 +405,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return self._pipeline.finish(self._engine.batches.fake_batch())
 
     def _batch_layout(self) -> Layout | None:
-        """Return what every batch will look like, ``None`` if that cannot be told beforehand.
+        """Return the layout of every batch, ``None`` if it is not known beforehand.
 
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
@@ -431,7 +431,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     # -- in the background -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the replay buffer in the background, until told to stop.
+        """Collect into the replay buffer in the background, until `shutdown`.
 
         Environments and policy run in worker processes, so that they share no setting and no random
         generator with this one. Weights can be updated and everything can be asked meanwhile. What
@@ -484,7 +484,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return self._background.pause()
 
     def _check_not_started(self) -> None:
-        """Raise `RuntimeError` if it collects in the background."""
+        """Raise `RuntimeError` if the collector collects in the background."""
         if self.is_running():
             raise RuntimeError(
                 "this collector collects in the background (start()): there is nothing to iterate "
@@ -502,7 +502,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._tell("set_post_collect_hook", hook)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every worker's collector, and of those that will replace lost ones."""
+        """Call a method of every worker's collector, and of the replacements of lost workers."""
         if not (self._plan.here or self._engine.closed):
             self._engine.standing[method] = m.Call(method, args, kwargs)
             self._engine.request_all(self._engine.standing[method])
@@ -531,7 +531,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         worker_ids: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Have ``updater`` send weights; however many pieces it makes of them are one version."""
+        """Send weights by ``updater``; all pieces that it sends are one version."""
         if self._delivered is not None:  # the updater itself asks for it
             self.deliver_weights(weights, worker_ids)
             return
@@ -551,7 +551,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @contextmanager
     def _under(self, version: int | None) -> Iterator[None]:
-        """Publish under ``version`` for the length of a ``with`` block."""
+        """Publish under ``version`` during a ``with`` block."""
         before, self._under_way = self._under_way, version
         try:
             yield
@@ -561,7 +561,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     def _publish(
         self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
     ) -> None:
-        """Publish weights by model id, under ``version``, or that under way, or the next one."""
+        """Publish weights by model id, under ``version``, else the current or the next version."""
         self._touched = True
         with self._engine.turn(None):
             version = self._under_way if version is None else version
@@ -570,7 +570,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._sending.sent(workers)
 
     def deliver_weights(self, weights: Any, worker_ids: Any = None) -> None:
-        """Publish weights of the policy, past the weight updater: what updaters call.
+        """Publish weights of the policy without the weight updater; updaters call this.
 
         Args:
             weights: A module, a `TensorDict`, a state dict, or ``None`` for the learner's policy.
@@ -608,7 +608,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         *,
         synchronize_weights: bool = True,
     ) -> None:
-        """Say which models may be updated by a collector that this one is a worker of.
+        """Set the models that the collector around this one may update.
 
         What a parent publishes arrives by itself, for all models unless some were named here.
 
@@ -630,7 +630,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         weights: TensorDictBase | Mapping[str, Any] | None = None,
         policy: nn.Module | None = None,
     ) -> None:
-        """Apply weights of the policy and pass them on to workers, if there are any.
+        """Apply weights of the policy and pass them on to the workers.
 
         Without weights nothing is to be done: what a parent publishes arrives by itself.
 
@@ -648,7 +648,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self.update_policy_weights_(source)
 
     def receive_models(self, models: Mapping[str, Any], version: int | None = None) -> None:
-        """Apply what a parent sent, by model id: all of it or nothing.
+        """Apply the weights that a parent sent, by model id: all of them or none.
 
         Args:
             models: Per model id a dictionary of weights; may be empty.
@@ -691,7 +691,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def learner_policy(self) -> Any:
-        """The policy the collector was given, ``None`` if workers made theirs or act at random."""
+        """The learner's policy, ``None`` if workers made theirs or act at random."""
         return self._models.policy
 
     @property
@@ -710,7 +710,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def policy_version(self) -> int | str | None:
-        """The version the next batch is made with, ``None`` if versions are not tracked."""
+        """The policy version of the next batch, ``None`` if versions are not tracked."""
         return None if self._version is None else self._version.version
 
     def get_policy_version(self) -> int | str | None:
@@ -732,7 +732,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def policy(self) -> Any:
-        """The policy that runs; with several workers the learner's, of which they have copies."""
+        """The policy that runs; with several workers the learner's, which they copy."""
         return self.get_model("policy")
 
     # -- seeds and state -------------------------------------------------------------------------
@@ -781,7 +781,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Reset environments; they start new trajectories."""
 
     def _restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
-        """Carry out commands that begin new trajectories; what was under way is discarded."""
+        """Carry out commands that begin new trajectories; discard rollouts under way."""
         self._touched = self._moved = True
         with self._engine.turn(None):
             while self._launch.fills and not self._engine.gather.idle:
@@ -813,10 +813,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @abc.abstractmethod
     def _states(self) -> dict[str, Any]:
-        """Return what `state_dict` says of policy and environments."""
+        """Return the entries of `state_dict` about policy and environments."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict` returned; environments restart on fresh resets.
+        """Restore a state from `state_dict`; environments restart on fresh resets.
 
         The policy that workers have copies of is not touched: what it loads is for your script to
         say.
@@ -900,7 +900,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return stats
 
     def watch(self, watcher: Watcher) -> None:
-        """Have ``watcher`` called for every batch that is gathered, by whoever collects it.
+        """Call ``watcher`` for every batch, in the thread that gathers it.
 
         Args:
             watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
@@ -932,7 +932,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self._watching.report(path, self._status())
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
-        """Write what workers and the learner do inside a ``with`` block as a trace.
+        """Write a trace of the workers' and the learner's activity during a ``with`` block.
 
         The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also that of a
         process that was killed. Each worker has a row with its rollouts, what of them was
@@ -957,7 +957,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return self._watching.timeline(path)
 
     def explain(self) -> str:
-        """Say which parts of the environment and the policy are called as they are, and why.
+        """List the parts of environment and policy that are called as they are, with the reasons.
 
         Every part is either called as it is, or replaced by something faster that is proven to give
         the same data. With several workers, it is the first one's answer.
@@ -967,12 +967,12 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def create_env_fn(self) -> Any:
-        """What is collected from, as it was given."""
+        """The argument ``create_env_fn``, unchanged."""
         return self._plan.create_env_fn
 
     @property
     def env(self) -> Any:
-        """The environment, as it was given or made; with several workers that of the first."""
+        """The environment of this process; with several workers that of the first worker."""
         return self._engine.ask(m.Get("env"))
 
     @property
@@ -999,7 +999,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     @property
     def init_random_frames(self) -> int:
-        """Frames for which the policy is not called."""
+        """Frames at the start with random actions, without a call of the policy."""
         return self._budget.limits.init_random_frames
 
     @property
@@ -1029,7 +1029,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         close_env: bool = True,
         raise_on_error: bool = True,
     ) -> None:
-        """Close environments and workers. Idempotent; batches that were handed out stay valid.
+        """Close environments and workers. Idempotent; delivered batches stay valid.
 
         Args:
             timeout: Seconds it may take, after which workers that do not end by themselves are
@@ -1062,13 +1062,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
 
 class _Threads:
-    """The learner's torch threads: fewer while workers run, as before once all have ended."""
+    """The learner's torch threads: fewer while workers run, the old number after all have ended."""
 
     _all: ClassVar[list[_Threads]] = []
-    """Changes that hold, in the order they were made."""
+    """Changes in force, in the order of their making."""
 
     def __init__(self, wanted: int | None, workers: int) -> None:
-        """Leave the cores of ``workers`` workers alone, unless a number is ``wanted``."""
+        """Leave cores to ``workers`` workers, unless a number is ``wanted``."""
         self._before = torch.get_num_threads()
         default = max(1, self._before - workers)
         self._set = default if wanted is None else check_int("num_threads", wanted, least=1)
@@ -1076,7 +1076,7 @@ class _Threads:
         self._all.append(self)
 
     def restore(self) -> None:
-        """Put the number back, unless the user has changed it since. Idempotent.
+        """Restore the number, unless the user has changed it since. Idempotent.
 
         If another collector has changed it since, the number is put back when that one ends.
         """

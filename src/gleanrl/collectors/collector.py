@@ -30,7 +30,7 @@ from gleanrl.transport.process import ProcessBackend
 
 
 class Collector(BaseCollector):
-    """Runs a policy in environments, in this process, and yields batches of what happened.
+    """Runs a policy in environments, in this process, and yields batches of frames.
 
     Each batch is a `TensorDict` of shape ``[T]`` for one environment or ``[n, T]`` for several, its
     last dimension named ``"time"``. Every environment makes exactly one real transition per step:
@@ -55,7 +55,7 @@ class Collector(BaseCollector):
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[CollectorArguments]
     ) -> None:
-        """Build the environments, reset each once and look at the policy's first answer.
+        """Build the environments, reset each once and check the policy's first output.
 
         Args:
             create_env_fn: What to collect from: a Gymnasium id, a `gymnasium.Env`, a
@@ -157,7 +157,7 @@ class Collector(BaseCollector):
             raise
 
     def _launch_elsewhere(self) -> Launch:
-        """Return what starts the worker.
+        """Return the function that starts the worker.
 
         Raises:
             ConfigError: what cannot go on in another process.
@@ -186,7 +186,7 @@ class Collector(BaseCollector):
         return replace(launch, limits=replace(self._budget.limits, total_frames=None))
 
     def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
-        """Have the worker go on from the ``state`` of this process."""
+        """Make the worker continue from the ``state`` of this process."""
         engine, worker = self._engine, state["worker"]
         if isinstance(self._plan.interruptor, Interruptor):
             self._plan.interruptor.attach(engine.backend.stop_byte)
@@ -204,7 +204,7 @@ class Collector(BaseCollector):
         self._iterating = True
 
     def _away(self, path: str) -> bool:
-        """Whether ``path`` leads to what is in the worker."""
+        """Whether ``path`` leads to an object in the worker."""
         return not self._plan.here and re.match(r"(env|policy)\b", path) is not None
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:

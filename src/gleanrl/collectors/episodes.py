@@ -1,4 +1,4 @@
-"""Whole episodes, played and summed up in a worker: what an evaluation asks for."""
+"""Whole episodes for evaluations, played and summed up in a worker."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from gleanrl.engine.trajectories import WholeTrajectories
 from gleanrl.rollout.build import SourceBuilder
 
 _STEPS = 64
-"""Steps between two looks at how many episodes have ended."""
+"""Steps between two checks of the number of ended episodes."""
 Metrics = Callable[[TensorDictBase], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodesPlan:
-    """Which episodes one evaluation is made of, and what is to be known of them."""
+    """The episodes of one evaluation, and the results to report."""
 
     count: int
     reward_key: Key
     frames: int | None
-    """Frames, over all environments, between two looks at how many episodes have ended."""
+    """Frames, over all environments, between two checks of the number of ended episodes."""
     metrics: Metrics | None
 
     def factory(self, builder: SourceBuilder, role: WorkerRole) -> SourceFactory:
-        """Return what builds a worker whose rollouts are evaluations."""
+        """Return the factory of a worker whose rollouts are evaluations."""
         policy = builder.policy
         make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
         builder = replace(
@@ -76,7 +76,7 @@ class Episodes:
         self._rows = [row for row in range(self._whole.num_trajectories) if row not in last]
 
     def __call__(self, batch: TensorDictBase, hook: Callable[[Any], None] | None) -> None:
-        """Take in a rollout: all of it for the user's metrics, else rewards and end flags alone."""
+        """Add a rollout: all entries for the user's metrics, else only rewards and end flags."""
         if hook is not None:
             hook(batch)
         keys = {as_key(key) for key in batch.keys(True, True)}
@@ -95,7 +95,7 @@ class Episodes:
         self._whole.reset()
 
     def summary(self) -> TensorDict | None:
-        """Return what is to be known of the episodes, ``None`` if some are still being played."""
+        """Return the results of the episodes, ``None`` if some have not ended."""
         whole = self._whole.pop()
         if whole is None:
             return None
@@ -131,7 +131,7 @@ def _serve_episodes(factory: SourceFactory, plan: EpisodesPlan, worker: int) -> 
 
 
 class EpisodesSource(FillingSource):
-    """A source of which one rollout is one evaluation: what it reports is a summary.
+    """A source whose rollouts are evaluations, and whose report is a summary.
 
     To the learner it is one environment, whatever number of them plays.
     """
@@ -141,16 +141,16 @@ class EpisodesSource(FillingSource):
         super().__init__(source, episodes)
         self._episodes, self._steps = episodes, steps
         self._fresh = True
-        """Whether the environments show a first observation that is up to date."""
+        """Whether the environments' first observation is up to date."""
         self.load = self._load
 
     def _load(self, snapshot: Snapshot) -> None:
-        """Load weights; those of an environment change the observation that its reset showed."""
+        """Load weights; weights of an environment change the observation of its reset."""
         self._source.load(snapshot)
         self._fresh &= not snapshot.of_environments
 
     def place(self, base: int, stride: int) -> None:
-        """Keep the numbers of environments: there are no other workers."""
+        """Keep the numbers of environments, because there are no other workers."""
 
     def get(self, path: str) -> Any:
         return 1 if path == "num_envs" else self._source.get(path)

@@ -1,4 +1,4 @@
-"""Evaluation beside training: exact numbers of episodes, with weights that are frozen meanwhile."""
+"""Evaluation during training: exact numbers of episodes, with frozen weights."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from gleanrl.core.options import check_int, warn
 from gleanrl.weights.snapshot import check_weights, cloned, warn_of_no_weights, weights_of
 
 _POLL_INTERVAL_S = 0.2
-"""Seconds after which a wait for the worker looks whether the evaluator was shut down."""
+"""Seconds between two checks of a waiting thread for the evaluator's shutdown."""
 _T_975 = {1: 12.7062, 2: 4.3027}
-"""The 97.5 % point of Student's t for few degrees of freedom, where the series is not exact."""
+"""The 97.5 % point of Student's t for few degrees of freedom, for which the series is not exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation(Mapping[str, Any]):
-    """What an evaluation found. As a mapping: scalars for a log, such as ``"eval/reward"``.
+    """The result of an evaluation. As a mapping: scalars for a log, such as ``"eval/reward"``.
 
     The standard deviation is that of a sample (``n - 1``). The confidence interval is that of the
     mean by Student's t distribution, which assumes independent episodes with about normal returns.
@@ -131,7 +131,7 @@ def _t_975(df: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """An evaluation that was asked for, and what came of it."""
+    """A requested evaluation and its result."""
 
     weights: Mapping[str, Mapping[str, Any]]
     step: int
@@ -143,7 +143,7 @@ class _Request:
 
 
 class _Line:
-    """Carries requests out one after another, beside the thread that makes them or in it."""
+    """Carries requests out one after another, in a thread of its own or in the caller's."""
 
     closing: Any
     """The finalizer of the evaluator, which ends the line when that is collected."""
@@ -178,16 +178,16 @@ class _Line:
 
     @property
     def pending(self) -> bool:
-        """Whether a request is waited for."""
+        """Whether a request is under way or queued."""
         return bool(self._requests)
 
     @property
     def unread(self) -> bool:
-        """Whether there are results that nobody has taken."""
+        """Whether there are results that no call has returned."""
         return bool(self._results)
 
     def check(self) -> None:
-        """Raise what ended the evaluator."""
+        """Raise the error that ended the evaluator."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -199,7 +199,7 @@ class _Line:
             )
 
     def check_may_wait(self) -> None:
-        """Refuse to wait in ``on_result``, before whose end no request is carried out."""
+        """Refuse to wait in ``on_result``, because no request begins before its end."""
         if self._carrier == threading.get_ident():
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it: "
@@ -207,7 +207,7 @@ class _Line:
             )
 
     def put(self, request: _Request) -> None:
-        """Carry ``request`` out: here and now, or in the thread."""
+        """Carry ``request`` out, at once or in the thread."""
         with self._changed:
             self.check()
             self._requests.append(request)
@@ -261,7 +261,7 @@ class _Line:
             self._changed.notify_all()
 
     def _play(self, request: _Request) -> tuple[TensorDictBase, int]:
-        """Return the summary, and the version that was played; others may shut down meanwhile."""
+        """Return the summary and the version that played; other threads may shut down meanwhile."""
         collector = self.collector
         if request.weights or request.version is not None:
             collector._publish(request.weights, None, request.version)
@@ -283,7 +283,7 @@ class _Line:
             return request.result
 
     def take(self, timeout: float | None) -> Evaluation | None:
-        """Return the oldest result that nobody has taken; wait for it if one is on its way."""
+        """Return the oldest result not yet returned; wait if an evaluation is under way."""
 
         def settled() -> bool:
             return bool(self._results) or not self._requests
@@ -298,7 +298,7 @@ class _Line:
             return None
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
-        """End everything; what is under way ends after a step, or is killed."""
+        """End everything; an evaluation under way ends after a step, or is killed."""
         if self._owner == os.getpid():  # a forked child finds the lock as it was
             with self._changed:
                 self._closed = True
@@ -324,7 +324,7 @@ def _evaluation(summary: TensorDictBase, version: int, step: int, prefix: str) -
 
 
 class _Acquainted:
-    """Hands the environment that was just made to a policy factory that asks for one."""
+    """Passes the new environment to a policy factory that takes one."""
 
     def __init__(self, make_env: Callable[..., Any], make_policy: Callable[[Any], Any]) -> None:
         self._make_env, self._make_policy = make_env, make_policy
@@ -339,7 +339,7 @@ class _Acquainted:
 
 
 class Evaluator:
-    """Plays episodes with a frozen copy of the policy while the learner goes on learning.
+    """Plays episodes with a frozen copy of the policy while the learner continues.
 
     `trigger_eval` copies the weights and returns at once; a worker process plays exactly
     ``num_trajectories`` episodes, each from a fresh reset. `poll` and `wait` give results in the
@@ -528,7 +528,7 @@ class Evaluator:
         version: int | None = None,
         seed: int | None = None,
     ) -> bool:
-        """Begin an evaluation with a copy of the weights as they are now.
+        """Begin an evaluation with a copy of the current weights.
 
         Returns:
             Whether it was accepted: ``False`` where another is under way and ``busy_policy`` is
@@ -583,7 +583,7 @@ class Evaluator:
 
     @for_users
     def poll(self, timeout: float = 0) -> Evaluation | None:
-        """Return the oldest result that was not returned yet; ``None`` if there is none.
+        """Return the oldest result not yet returned; ``None`` if there is none.
 
         Args:
             timeout: Seconds to wait for one that is on its way.
@@ -595,7 +595,7 @@ class Evaluator:
 
     @for_users
     def wait(self, timeout: float | None = None) -> Evaluation | None:
-        """Like `poll`, but wait for what is on its way; ``None`` if there is nothing to wait for.
+        """Like `poll`, but wait for an evaluation under way; ``None`` if there is none.
 
         Args:
             timeout: Seconds to wait at most, after which ``None`` is returned.
@@ -616,7 +616,7 @@ class Evaluator:
     # -- state and end ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far requests were counted.
+        """Return the counts of requests.
 
         Raises:
             RuntimeError: an evaluation is under way, or its result was not taken.
@@ -625,7 +625,7 @@ class Evaluator:
         return {"step_counter": self._next_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting requests from a state.
+        """Continue the counts of requests from a state.
 
         Raises:
             RuntimeError: an evaluation is under way, or its result was not taken.
@@ -641,7 +641,7 @@ class Evaluator:
             )
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """End the worker. Idempotent; results that are there can still be taken.
+        """End the worker. Idempotent; `poll` still returns finished results.
 
         Args:
             timeout: Seconds that the step under way may take; then the worker is killed.
@@ -703,7 +703,7 @@ _OWN = (
 
 
 def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: Any) -> None:
-    """Find words that are unknown, or that ask for what there is not."""
+    """Check the words for unknown or unavailable choices."""
     if backend == "thread":
         raise ConfigError(
             "backend='thread' is not available: the exploration type and the random generators "

@@ -1,4 +1,4 @@
-"""What hooks, paths and weights need of a collector, here and in workers."""
+"""Hooks, paths and weights of a collector, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PostHook = Callable[[Any], None]
 
 
 class Handle(abc.ABC):
-    """What a collector and the collector inside a worker have in common."""
+    """The common part of a collector and of the collector inside a worker."""
 
     _iterating = False
     _profiler: RolloutProfiler | None = None
@@ -39,7 +39,7 @@ class Handle(abc.ABC):
 
     @property
     def pre_collect_hook(self) -> PreHook | None:
-        """Called without argument before each rollout, where it is made."""
+        """A function called without argument before each rollout, in the process that makes it."""
         return self._pre_hook
 
     @pre_collect_hook.setter
@@ -48,7 +48,7 @@ class Handle(abc.ABC):
 
     @property
     def post_collect_hook(self) -> PostHook | None:
-        """Called with each rollout, where it is made."""
+        """A function called with each rollout, in the process that makes it."""
         return self._post_hook
 
     @post_collect_hook.setter
@@ -66,7 +66,7 @@ class Handle(abc.ABC):
     # -- profiling -------------------------------------------------------------------------------
 
     def enable_profile(self, **config: Any) -> None:
-        """Profile the first rollouts with `torch.profiler`, where they are made.
+        """Profile the first rollouts with `torch.profiler`, in the processes that make them.
 
         Call it before iterating.
 
@@ -91,7 +91,7 @@ class Handle(abc.ABC):
             self.post_collect_hook = self._profiler
 
     def disable_profile(self) -> None:
-        """Stop profiling and put the user's hook back."""
+        """Stop profiling and restore the user's hook."""
         if self._profile_config is not None:
             self._end_profile()
         self._profiler, self._profile_config = None, None
@@ -102,7 +102,7 @@ class Handle(abc.ABC):
 
     @property
     def profile_config(self) -> ProfileConfig | None:
-        """What is being profiled, ``None`` if nothing."""
+        """The settings of the running profile, ``None`` without one."""
         return self._profile_config
 
     # -- weights ---------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Handle(abc.ABC):
         policy_weights: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Update the weights of the policy that collects; the next batch is made with them.
+        """Update the weights of the policy that collects, for the next batch.
 
         Args:
             policy_or_weights: A module, a `TensorDict` of weights or a state dict. With nothing
@@ -161,7 +161,7 @@ class Handle(abc.ABC):
     def _update_weights(
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Publish weights by model id; ``None`` means those of the collector's own policy."""
+        """Publish weights by model id; ``None`` means the weights of the collector's own policy."""
 
     # -- remote access ---------------------------------------------------------------------------
 
@@ -179,11 +179,11 @@ class Handle(abc.ABC):
             return paths.call(self, attr_path, args, kwargs)
 
     def _alone(self) -> AbstractContextManager[Any]:
-        """Have nothing collected for the length of a ``with`` block."""
+        """Suspend collection during a ``with`` block."""
         return nullcontext()
 
     def get_distant_attr(self, attr: str) -> Any:
-        """Return what a path such as ``"policy.module"`` or ``"worker_idx"`` names.
+        """Return the object at a path such as ``"policy.module"`` or ``"worker_idx"``.
 
         With workers, the path begins at a worker's collector, and there is one entry per worker,
         ``None`` for one that was lost. Of a replay buffer that the learner writes into, every
@@ -253,7 +253,7 @@ class Handle(abc.ABC):
             return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
 
     def _function(self, path: str) -> Any:
-        """Return what ``path`` names, to be called."""
+        """Return the callable at ``path``."""
         return self.get_distant_attr(path)
 
     @property

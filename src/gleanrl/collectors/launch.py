@@ -1,4 +1,4 @@
-"""What a collector is started with: arguments dealt out to workers, a source factory for each."""
+"""The start of a collector: each worker's arguments and the factory of its source."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ from gleanrl.rollout.build import Initialised, SourceBuilder
 from gleanrl.weights.snapshot import PolicyVersion
 
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
-"""What the smallest environments and their processes take."""
+"""Memory of the smallest environments and their processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """What the workers of a collector are, and how their rollouts become batches."""
+    """The workers of a collector, and the way from their rollouts to batches."""
 
     create_env_fn: Any
-    """What workers collect from, as it was given."""
+    """The argument ``create_env_fn``, unchanged."""
     functions: Sequence[Any]
-    """What each worker collects from."""
+    """Each worker's ``create_env_fn``."""
     policy: Any
     sync: bool = True
     """Whether a batch holds a rollout of every worker."""
     collector_class: Any = None
-    """What runs in each worker."""
+    """The class of each worker's collector."""
     whole: bool = False
-    """Whether each worker runs a whole collector of its class, and not what serves ours alone."""
+    """Whether each worker runs a whole collector of its class instead of `WorkerCollector`."""
     here: bool = False
-    """Whether the only worker is this very process: it has the user's own objects and streams."""
+    """Whether the only worker is this process, with the user's own objects and streams."""
     remote: bool = False
     """Whether workers share no memory with this process."""
     kwargs: Sequence[Mapping[str, Any]] = ()
@@ -73,13 +73,13 @@ class WorkerPlan:
     workers_each: int = 1
     """Remote workers: the workers of each worker's collector, if it has any."""
     sending: Sending | None = None
-    """Weights that are sent without being asked for."""
+    """Sends weights without a call, if the user asked for that."""
     tolerant: bool = False
-    """Whether collection continues without workers that were lost."""
+    """Whether collection continues without lost workers."""
     relaunches: int | None = None
-    """How often a lost worker is replaced; ``None`` if none is."""
+    """The number of replacements of each worker; ``None`` without replacements."""
     enough: int | None = None
-    """How many workers have to finish before the others are stopped; ``None`` for all."""
+    """The number of finished workers at which the others stop; ``None`` for all."""
     interruptor: Any = None
     num_threads: int | None = None
     """torch threads of this process while workers run."""
@@ -92,7 +92,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A plan, and what was made of it and the arguments before anything is started."""
+    """A plan and the objects made from it and the arguments, before the start of workers."""
 
     plan: WorkerPlan
     exploration: InteractionType
@@ -100,25 +100,25 @@ class Launch:
     """The version counter to show."""
     updater: WeightUpdaterBase | None
     factories: Sequence[SourceFactory]
-    """Build the source of each worker, there."""
+    """Functions that build the source of each worker, in the worker."""
     limits: FrameBudget
     asked: Sequence[int]
     """Per worker, the frames of its rollouts."""
     batches: BatchOptions
     pipeline: Pipeline
-    """What batches go through."""
+    """The pipeline of batches."""
     sink: Sink | None
-    """What takes batches in place of the user."""
+    """The replay buffer or writer that receives batches instead of the user."""
     fills: bool = False
-    """Whether workers store there what they collect."""
+    """Whether workers write their rollouts into the sink themselves."""
     policy_device: Any
     env_device: Any
     stream: int = 0
-    """What random streams of workers are made from: the first one's."""
+    """The first worker's random stream, from which the other streams follow."""
 
 
 def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
-    """Return what is started for these arguments."""
+    """Return the launch for these arguments."""
     count = len(plan.functions)
     check(arguments)
     _check_workers(arguments, plan)
@@ -183,7 +183,7 @@ def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
 def check_counts(
     envs: int, workers: int, what: str = "", advice: str = "lower num_envs or num_workers"
 ) -> None:
-    """Refuse environments and workers that this machine has no memory for, however small they are.
+    """Refuse numbers of environments and workers for which this machine lacks memory.
 
     Raises:
         ConfigError: ``envs`` in each of ``workers``, or in this process, need more than there is.
@@ -194,7 +194,7 @@ def check_counts(
 
 
 def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:
-    """Find contradictions that only collectors with workers can have."""
+    """Check for contradictions that only collectors with workers can have."""
     factories = arguments["policy_factory"]
     both = plan.policy is not None and factories is not None
     if both and arguments["weight_updater"] is not None:
@@ -211,7 +211,7 @@ def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:
 
 
 def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
-    """Return what builds each worker's source, there."""
+    """Return the functions that build each worker's source, in the worker."""
     plan, count = launch.plan, len(launch.plan.functions)
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     makers = deal("policy_factory", arguments["policy_factory"], count)
@@ -260,7 +260,7 @@ def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
 def _factory(
     arguments: Arguments, launch: Launch, worker: int, builder: SourceBuilder
 ) -> SourceFactory:
-    """Return what builds the source of one worker, which has ``arguments`` for itself."""
+    """Return the function that builds the source of one worker with its own ``arguments``."""
     plan, init_fn = launch.plan, arguments["init_fn"]
     if plan.here:
         return builder
@@ -295,7 +295,7 @@ def _factory(
 def env_functions(
     create_env_fn: Any, num_workers: int | None, default: int | None = None
 ) -> list[Any]:
-    """Return what each worker collects from; one environment is for ``default`` workers."""
+    """Return each worker's ``create_env_fn``; one environment serves ``default`` workers."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
         if not create_env_fn:
             raise ConfigError("create_env_fn is empty: give one environment per worker")
@@ -318,7 +318,7 @@ def env_functions(
 
 
 def _warn_of_copies(functions: Sequence[Any]) -> None:
-    """Warn where one Gymnasium (vector) environment that is built is meant for several workers."""
+    """Warn if several workers are to use one built Gymnasium (vector) environment."""
     built = [env for env in functions if isinstance(env, gym.Env | gym.vector.VectorEnv)]
     if len({id(env) for env in built}) < len(built):
         warn(
@@ -328,7 +328,7 @@ def _warn_of_copies(functions: Sequence[Any]) -> None:
 
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
-    """Return what each worker collects from, where a list has to match ``num_collectors``."""
+    """Return each worker's ``create_env_fn``; a list must match ``num_collectors``."""
     default = 1 if num_collectors is None else check_int("num_collectors", num_collectors, least=1)
     functions = env_functions(create_env_fn, None, default)
     if num_collectors not in (None, len(functions)):
@@ -349,7 +349,7 @@ def deal(name: str, value: Any, workers: int) -> list[Any]:
 
 
 def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[int]:
-    """Return what each worker is asked for per batch, in frames.
+    """Return the frames of each worker per batch.
 
     Synchronous workers share a number out (rounded up); asynchronous ones collect all of it each.
     A sequence gives each its own.
@@ -376,7 +376,7 @@ def read_cat(cat_results: str | int | None, sync: bool) -> int | None:
 
 
 def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | None:
-    """Return how many workers have to finish before the others are stopped, ``None`` for all."""
+    """Return the number of finished workers at which the others stop, ``None`` for all."""
     if threshold is None:
         return None
     if not is_number(threshold):

@@ -124,7 +124,7 @@ class MultiSyncCollector(MultiCollector):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """A batch is one rollout of one worker, delivered as soon as it is there.
+    """A batch is one rollout of one worker, delivered on arrival.
 
     Workers act with copies of the policy: call `update_policy_weights_` after each optimizer step.
     Workers continue while you learn: each has one rollout ahead of it besides the one it is making.
@@ -171,7 +171,7 @@ class AsyncCollector(MultiAsyncCollector):
 
 
 def _make_backend(name: str | None, num_sub_threads: int, start_timeout: float) -> MakeBackend:
-    """Return what builds the backend called ``name``.
+    """Return the function that builds the backend called ``name``.
 
     Raises:
         ConfigError: an unknown backend.

@@ -1,4 +1,4 @@
-"""Collectors inside workers: whatever has the collector interface can be served."""
+"""Collectors inside workers: any object with the collector interface works."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def _serve_nested(
     kind: Any, env: Any, policy: Any, kwargs: Mapping[str, Any], stream: int | None, worker: int
 ) -> NestedSource:
-    """Build a collector of the user's class where its worker is, and serve it."""
+    """Build a collector of the user's class in its worker, and serve it."""
     streams = Streams()
     streams.begin(stream)
     with preserved(), streams.active():  # those of workers of its own come from these
@@ -121,9 +121,9 @@ OF_A_WORKER = frozenset(
 _ALWAYS = {"create_env_kwargs", "max_frames_per_traj", "reset_at_each_iter", "set_truncated"}
 _HOOKS = {"pre_collect_hook", "post_collect_hook"}
 _PASSED_ON = sorted(OF_A_WORKER - _ALWAYS - {"init_fn"} | _HOOKS | {"init_random_frames"})
-"""What concerns the collector in the worker, and need not be said if it is the default."""
+"""Arguments of the collector in the worker that may be left out if they are defaults."""
 _KEPT_OUT = ("interruptor", "preemptive_threshold")
-"""What would have to stop a rollout, which cannot be done to a collector from outside."""
+"""Arguments that stop rollouts, which a collector does not allow from outside."""
 _USUAL = defaults(MultiArguments)
 
 
@@ -148,14 +148,14 @@ def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None
 
 
 class NestedSource:
-    """Serves a collector: one of its batches is one rollout.
+    """Serves a collector; each of its batches is one rollout.
 
     Batches of a fixed shape are copied into the learner's memory. Others travel as payloads, and so
     do those that differ from what was announced, and those of collectors that are not ours.
     """
 
     def __init__(self, collector: Any, streams: Streams) -> None:
-        """Take over ``collector``; what it draws here comes from ``streams``."""
+        """Take over ``collector``; it draws random numbers in this process from ``streams``."""
         self.collector = collector
         self._streams = streams
         self._batches: Iterator[Any] | None = None
@@ -163,11 +163,11 @@ class NestedSource:
         self._begun: torch.Tensor | None = None
         """Trajectories that each environment of a collector not ours has begun."""
         self._newest: torch.Tensor
-        """The id that it gave to the newest of each."""
+        """The newest id of each environment."""
         self._version = 0
         self._layout: Layout | None = None
         self._reports: list[tuple[int, Report]] = []
-        """By worker of the collector, of the batch that it gathers."""
+        """Per worker of the collector, for the batch that it gathers."""
         self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
         if isinstance(collector, BaseCollector):
             self._layout = collector._batch_layout()
@@ -176,7 +176,7 @@ class NestedSource:
 
     @property
     def num_envs(self) -> int:
-        """The collector's number of environments; 1 if it does not say."""
+        """The collector's number of environments; 1 if it has no such attribute."""
         return int(getattr(self.collector, "n_env", 1) or 1)
 
     def layout(self) -> Layout | None:
@@ -205,19 +205,19 @@ class NestedSource:
         return Report(steps, frames, version, 0, batch, ended, measured=measured)
 
     def _episodes(self) -> Ended:
-        """Return which episodes ended in the collector's batch."""
+        """Return the episodes that ended in the collector's batch."""
         each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
         return episodes_that_ended(np.concatenate([NO_EPISODES, *each]))
 
     def _measured(self, seconds: float) -> tuple[float, float]:
-        """Share out ``seconds`` as its workers spent those that they were busy."""
+        """Divide ``seconds`` in the proportions of its workers' busy time."""
         inner = self._reports
         env, policy, rest = (sum(r.seconds[part] for _, r in inner) for part in range(3))
         share = seconds / (env + policy + rest or 1.0)
         return env * share, policy * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
-        """Return the valid frames of ``batch``, and the version that it was made with."""
+        """Return the valid frames of ``batch`` and its policy version."""
         collector = self.collector
         if isinstance(collector, BaseCollector) and _takes_versions(collector):
             frames, version = collector._gathered()
@@ -266,7 +266,7 @@ class NestedSource:
         self._base, self._stride = base, stride
 
     def load(self, snapshot: Snapshot) -> None:
-        """Hand the weights on to the collector, which passes them to workers of its own."""
+        """Pass the weights to the collector, which passes them to its own workers."""
         copies = {name: cloned(weights) for name, weights in snapshot.models.items()}
         if isinstance(self.collector, BaseCollector):
             if _takes_versions(self.collector):
@@ -332,12 +332,12 @@ _OWN = ("num_envs", "describe_weights", "policy_state")
 
 
 def _takes_versions(collector: BaseCollector) -> bool:
-    """Whether it takes a parent's versions; one that receives in a way of its own may not."""
+    """Whether it takes a parent's versions; a collector with its own way to receive may not."""
     return type(collector).receive_models is BaseCollector.receive_models
 
 
 def _fits(batch: TensorDictBase, layout: Layout, window: Window) -> bool:
-    """Tell whether ``batch``, of no more steps than ``window``, is like what was announced."""
+    """Tell whether ``batch`` fits the announced layout and has at most ``window``'s steps."""
     found = {
         as_key(key): (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
         for key, value in batch.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)
@@ -348,7 +348,7 @@ def _fits(batch: TensorDictBase, layout: Layout, window: Window) -> bool:
 
 
 def _write(batch: TensorDictBase, layout: Layout, window: Window) -> None:
-    """Copy ``batch`` into ``window``, which holds nothing beyond its steps then."""
+    """Copy ``batch`` into ``window``, and empty the steps after it."""
     taken = int(batch.shape[-1])
     batch_over(window, layout)[..., :taken].update_(batch)
     if taken < window.steps:
@@ -358,7 +358,7 @@ def _write(batch: TensorDictBase, layout: Layout, window: Window) -> None:
 
 
 def _valid_frames(batch: TensorDictBase) -> int:
-    """Return the number of frames of ``batch`` that were collected, not padded."""
+    """Return the number of frames of ``batch`` without padding."""
     mask = batch.get(MASK, None)
     if isinstance(mask, torch.Tensor) and mask.shape == batch.shape:
         return int(mask.sum())

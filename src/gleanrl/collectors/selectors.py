@@ -1,4 +1,4 @@
-"""`Collector` as the one name for every kind: which class its selectors mean."""
+"""The classes that `Collector` makes for its selectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def like(described: Callable[..., Any]) -> Callable[[Function], Function]:
 
 
 def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the collector with workers that arguments of `Collector` ask for, ``None`` for none.
+    """Return the collector with workers for arguments of `Collector`, ``None`` for none.
 
     Args:
         args: The positional arguments of `Collector`.
@@ -65,7 +65,7 @@ def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def unknown_backend(name: Any, known: str) -> Exception:
-    """Return the error for a ``backend=`` that is none of ``known``."""
+    """Return the error for a ``backend=`` that is not in ``known``."""
     if name == "thread":
         return NotImplementedError(f"backend='thread' is not available; it must be {known}")
     return ConfigError(f"backend ({name!r}) must be {known}")
@@ -86,7 +86,7 @@ def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
-    """Refuse selectors on a class of the user's, which runs where it is made."""
+    """Refuse selectors on a user's class, which runs in the process that makes it."""
     others = [name for name in _SELECTORS[1:] if kwargs.get(name) is not None]
     if others or kwargs.get("backend") not in _HERE:
         raise ArgumentTypeError(
@@ -145,7 +145,7 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Drop what merely repeats a default of `Collector`, where the target has another or none."""
+    """Drop values equal to `Collector`'s defaults if the target has another default or none."""
     if "num_workers" in given:
         raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
     usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)

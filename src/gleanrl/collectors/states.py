@@ -56,7 +56,7 @@ def entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> lis
 def restoring(
     engine: Engine, worker: int, entry: Mapping[str, Any], stream: int, strict: bool
 ) -> m.Command:
-    """Return what restores ``worker`` from ``entry``, or seeds it if that is of a lost one."""
+    """Return the command that restores ``worker`` from ``entry``, or seeds a lost worker."""
     if entry.get("lost"):
         life = max(int(entry["life"]), engine.lives[worker])
         return reseeded(m.Seed(stream + worker), life)
@@ -64,7 +64,7 @@ def restoring(
 
 
 def number_lives(engine: Engine, entries: list[Any]) -> None:
-    """Go on counting lives from a state, and with them trajectory ids."""
+    """Continue the counts of lives, and so the trajectory ids, from a state."""
     alive = engine.dispatcher.alive
     for worker, entry in enumerate(entries):
         life = int(entry.get("life", 0))

@@ -21,7 +21,7 @@ Hook = Callable[[], None]
 
 
 class WeightUpdaterBase:
-    """Decides, step by step, what an ``update_policy_weights_`` of its collectors does.
+    """Decides, step by step, how ``update_policy_weights_`` of its collectors sends weights.
 
     A retired extension point; weight sync schemes replace it. `push_weights` asks
     ``_get_server_weights`` for weights unless it was given some, passes them through
@@ -34,7 +34,7 @@ class WeightUpdaterBase:
     _hooks: list[Hook] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Warn that new updaters should not be written."""
+        """Warn that new code should use schemes instead of updaters."""
         super().__init_subclass__(**kwargs)
         if cls.__module__ != __name__:
             warnings.warn(
@@ -61,13 +61,13 @@ class WeightUpdaterBase:
 
     @property
     def collectors(self) -> list[Any] | None:
-        """The collectors it serves, ``None`` if there are none."""
+        """The collectors of this updater, ``None`` without collectors."""
         alive = [collector for known in self._collectors if (collector := known()) is not None]
         return alive or None
 
     @property
     def collector(self) -> Any | None:
-        """The collector it serves, ``None`` if there is none.
+        """The collector of this updater, ``None`` without one.
 
         Raises:
             ValueError: there are several.
@@ -86,7 +86,7 @@ class WeightUpdaterBase:
 
     @property
     def post_hooks(self) -> list[Hook]:
-        """What is called after each push."""
+        """The functions called after each push."""
         if self._hooks is None:
             self._hooks = []
         return self._hooks
@@ -138,14 +138,14 @@ class WeightUpdaterBase:
         return False
 
     def _get_server_weights(self) -> Any:
-        """Return the weights to send when none were given, ``None`` if there are none."""
+        """Return the weights to send if the caller passes none, ``None`` if there are none."""
         for collector in self.collectors or ():
             if isinstance(collector.learner_policy, nn.Module):
                 return TensorDict.from_module(collector.learner_policy).data
         return None
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        """Turn what was given into what workers load."""
+        """Convert the passed weights into weights that workers load."""
         if isinstance(policy_or_weights, nn.Module):
             return TensorDict.from_module(policy_or_weights).data
         if isinstance(policy_or_weights, TensorDictBase | Mapping):
@@ -163,7 +163,7 @@ class WeightUpdaterBase:
 
 
 class _KeepingUpdater(WeightUpdaterBase):
-    """Sends the weights that it keeps, if there are any, where none are given."""
+    """Sends its kept weights if the caller passes none."""
 
     policy_weights: TensorDictBase | None = None
     weight_getter: Callable[[], Any] | None = None
@@ -184,7 +184,7 @@ class VanillaWeightUpdater(_KeepingUpdater):
         weight_getter: Callable[[], Any] | None = None,
         policy_weights: TensorDictBase | None = None,
     ) -> None:
-        """Remember where weights come from and where they go.
+        """Remember the source and the destination of weights.
 
         Args:
             weight_getter: Returns the weights when none are given.
@@ -212,7 +212,7 @@ class MultiProcessedWeightUpdater(_KeepingUpdater):
         get_server_weights: Callable[[], Any] | None = None,
         policy_weights: Mapping[Any, TensorDictBase] | None = None,
     ) -> None:
-        """Remember where weights come from and which devices they go to.
+        """Remember the source of weights and the devices to send them to.
 
         Args:
             get_server_weights: Returns the weights when none are given.
@@ -236,7 +236,7 @@ class MultiProcessedWeightUpdater(_KeepingUpdater):
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase):
-    """Sends weights that are passed explicitly, and nothing else.
+    """Sends only weights that are passed explicitly.
 
     For policies that workers made themselves and the learner has no copy of.
     """
@@ -249,7 +249,7 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase):
 
 
 class DistributedWeightUpdater(_KeepingUpdater):
-    """Sends weights to the nodes of a `DistributedCollector`, which does all but ask for them."""
+    """Requests updates of the nodes of a `DistributedCollector`, which sends the weights."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class DistributedWeightUpdater(_KeepingUpdater):
 
 
 class RPCWeightUpdater(_KeepingUpdater):
-    """Sends weights to the nodes of an `RPCCollector`, which does all but ask for them."""
+    """Requests updates of the nodes of an `RPCCollector`, which sends the weights."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class RPCWeightUpdater(_KeepingUpdater):
 
 
 class RayWeightUpdater(_KeepingUpdater):
-    """Sends weights to the actors of a `RayCollector`, which does all but ask for them."""
+    """Requests updates of the actors of a `RayCollector`, which sends the weights."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class RayWeightUpdater(_KeepingUpdater):
 
 
 def read_updater(given: Any) -> WeightUpdaterBase | None:
-    """Return the updater that ``weight_updater=`` stands for.
+    """Return the updater for the argument ``weight_updater=``.
 
     Args:
         given: An updater, something that returns one when called, or ``None``.
@@ -310,7 +310,7 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
 
 
 def _written(own: TensorDictBase | None, weights: Any) -> Any:
-    """Write ``weights`` into ``own``, if there is any, and return what is complete."""
+    """Write ``weights`` into ``own`` unless that is ``None``; return the complete weights."""
     if own is None:
         return weights
     plain = own.data

@@ -29,11 +29,11 @@ class EachBatch:
             collector.update_policy_weights_()
 
     def sent(self, workers: Sequence[int]) -> None:
-        """Ignore what was sent for another reason."""
+        """Ignore weights sent for another reason."""
 
 
 class WeightSchedule:
-    """Sends to a worker every ``interval`` batches, or ``after_each`` that it delivered."""
+    """Sends to a worker every ``interval`` batches, or ``after_each`` of its own batches."""
 
     def __init__(self, workers: int, interval: int | None, after_each: bool) -> None:
         """Nothing is due at first."""
@@ -61,7 +61,7 @@ class WeightSchedule:
             self._due.update(delivered)
 
     def sent(self, workers: Sequence[int]) -> None:
-        """Note that ``workers`` have new weights, and have to wait again."""
+        """Note that ``workers`` have new weights, and must wait again."""
         for worker in workers:
             self._waiting[worker] = 0
             self._due.discard(worker)
@@ -81,7 +81,7 @@ class NothingSent:
         """Batches that began after the learner had changed its parameters."""
 
     def before(self, collector: BaseCollector) -> None:
-        """Look whether the parameters have changed; warn before the second batch after that."""
+        """Check for changed parameters; warn before the second batch after a change."""
         if [parameter._version for parameter in self._parameters] == self._versions:
             return
         self._late += 1
@@ -95,12 +95,12 @@ class NothingSent:
             )
 
     def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
-        """Do nothing: nothing is sent."""
+        """Do nothing, because nothing is sent."""
 
     def sent(self, workers: Sequence[int]) -> None:
-        """Stop looking: the user knows how weights are sent."""
+        """Stop checking, because the user knows how to send weights."""
         self._parameters, self._versions = (), []
 
 
 Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
-"""Sends the policy's weights without being asked for, around each batch."""
+"""Sends the policy's weights without a call, around each batch."""

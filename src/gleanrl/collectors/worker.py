@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRole:
-    """What a worker's collector knows of the collector around it."""
+    """The data of a worker's collector about the collector around it."""
 
     frames_per_batch: int
-    """Frames that the worker is asked for at a time."""
+    """Frames of each rollout of the worker."""
     pre_collect_hook: PreHook | None = None
     post_collect_hook: PostHook | None = None
     replay_buffer: Any = None
@@ -40,14 +40,14 @@ class WorkerRole:
 
 
 class WorkerCollector(Handle):
-    """The collector of one worker; the collector in the learner's process asks it for rollouts.
+    """The collector of one worker, which makes rollouts for the learner's collector.
 
     ``"env.spec.id"``, ``"policy.module"``, ``"replay_buffer.__len__"``, ``"worker_idx"`` or
     ``"stats"`` are paths that start here.
     """
 
     def __init__(self, source: Source, worker: int, role: WorkerRole) -> None:
-        """Speak for ``source``, the environments and the policy of this worker."""
+        """Represent ``source``, the environments and the policy of this worker."""
         super().__init__(role.pre_collect_hook, role.post_collect_hook)
         self._source = source
         self._worker_idx = worker
@@ -153,7 +153,7 @@ class WorkerSource:
         self._shows = True
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Call the hook, collect a rollout and show it to the other hook."""
+        """Call the pre-collect hook, collect a rollout and pass it to the post-collect hook."""
         collector = self.collector
         if (before := collector.pre_collect_hook) is not None:
             before()
@@ -168,7 +168,7 @@ class WorkerSource:
         return report
 
     def hand_over_hook(self) -> Callable[[], PostHook | None]:
-        """Leave the hook that sees rollouts to the caller; return what gives it."""
+        """Leave the post-collect hook to the caller; return a function that returns it."""
         self._shows = False
         return lambda: self.collector.post_collect_hook
 
@@ -193,7 +193,7 @@ class WorkerSource:
 
 
 _OF_THE_SOURCE = ("describe_weights", "explain", "policy_state")
-"""What the learner's collector itself asks."""
+"""Requests of the learner's collector itself."""
 
 
 # -- workers that fill a buffer --------------------------------------------------------------------
@@ -202,17 +202,17 @@ _OF_THE_SOURCE = ("describe_weights", "explain", "policy_state")
 def serve_filling(
     factory: SourceFactory, pipeline: Pipeline, sink: Sink, worker: int
 ) -> FillingSource:
-    """Build a source whose rollouts go through ``pipeline`` into ``sink`` where they are made."""
+    """Build a source that passes its rollouts through ``pipeline`` into ``sink`` in the worker."""
     source = factory(worker)
     sink.serve(worker, source)
     return FillingSource(source, pipeline)
 
 
 class FillingSource:
-    """A source that delivers into a buffer: what it reports are counts."""
+    """A source that delivers into a buffer and reports counts."""
 
     def __init__(self, source: Source, pipeline: Pipeline | Episodes) -> None:
-        """Serve ``source``; its rollouts are written into memory of this worker's own first."""
+        """Serve ``source``; first write its rollouts into this worker's own memory."""
         self._source = source
         self.load, self.state = source.load, source.state
         self.call, self.close = source.call, source.close
@@ -225,11 +225,11 @@ class FillingSource:
         self._dropped = 0
 
     def layout(self) -> Layout | None:
-        """Return ``None``: nothing travels to the learner."""
+        """Return ``None``, because no data travel to the learner."""
         return None
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Collect a rollout and store what became of it."""
+        """Collect a rollout and store its frames."""
         if self._layout is None:
             report = self._source.collect(window, steps, stop, random)
             assert report.payload is not None
@@ -264,16 +264,16 @@ class FillingSource:
         self._source.place(base, stride)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names in the worker."""
+        """Return the object at ``path`` in the worker."""
         return self._source.get(path)
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed everything; trajectories in the making are dropped."""
+        """Seed everything; drop unfinished trajectories."""
         self._pipeline.forget()
         return self._source.seed(seed, static, stream)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments; trajectories in the making are dropped."""
+        """Reset environments; drop unfinished trajectories."""
         self._pipeline.forget()
         self._source.reset(envs, options)
 

@@ -1,4 +1,4 @@
-"""What collectors ask of workers, and what they say of each: all but the in-process collector."""
+"""Requests to workers and facts about them, for all collectors except the in-process one."""
 
 from __future__ import annotations
 

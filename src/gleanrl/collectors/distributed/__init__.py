@@ -1,4 +1,4 @@
-"""Collectors whose workers are nodes: other machines, or processes reached like them."""
+"""Collectors whose workers are nodes: other machines, or processes addressed in the same way."""
 
 from gleanrl.collectors.distributed.default_configs import DEFAULT_SLURM_CONF
 from gleanrl.collectors.distributed.generic import DistributedCollector, DistributedSyncCollector

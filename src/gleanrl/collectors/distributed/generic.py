@@ -1,4 +1,4 @@
-"""Collectors over nodes that talk through torch.distributed, and what others over nodes share."""
+"""Collectors over nodes that use torch.distributed, and code shared by all over nodes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DistributedCollector(CollectorWithWorkers):
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedArguments]
     ) -> None:
-        """Have the nodes started; each builds its environments and resets them once.
+        """Start the nodes; each builds its environments and resets them once.
 
         Args:
             create_env_fn: What each node collects from: a list with one entry per node, or one
@@ -125,12 +125,12 @@ class DistributedCollector(CollectorWithWorkers):
         )
 
     def _data_plane(self, launcher: Launcher) -> DataPlane:
-        """Return what carries data."""
+        """Return the object that carries data."""
         return ProcessGroups(self._arguments["backend"])
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """A `DistributedCollector` with ``sync=True`` that sends weights by itself.
+    """A `DistributedCollector` with ``sync=True`` that sends weights without a call.
 
     Example:
         >>> from gleanrl.collectors import DistributedSyncCollector
@@ -147,7 +147,7 @@ class DistributedSyncCollector(DistributedCollector):
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedSyncArguments]
     ) -> None:
-        """Have the nodes started.
+        """Start the nodes.
 
         Args:
             create_env_fn: See `DistributedCollector`.
@@ -162,7 +162,7 @@ class DistributedSyncCollector(DistributedCollector):
 
 
 def ports_to_try(arguments: int | str | None) -> Sequence[int]:
-    """Return the port that was asked for; else that in the environment, and those after it.
+    """Return the requested port; else the port in the environment, and those after it.
 
     Raises:
         ConfigError: no port number.
@@ -200,7 +200,7 @@ def plan_nodes(
     functions: Sequence[Any],
     replaces: bool = False,
 ) -> WorkerPlan:
-    """Return what the workers of a collector over nodes are.
+    """Return the plan of the workers of a collector over nodes.
 
     Args:
         owner: The name of the collector's class, for errors.
@@ -253,7 +253,7 @@ def plan_nodes(
 
 
 def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
-    """Check what is to be done when a node is lost."""
+    """Check the settings for a lost node."""
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what not in ("raise", "continue", "relaunch"):
         raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")

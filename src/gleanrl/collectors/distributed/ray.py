@@ -107,7 +107,7 @@ class RayCollector(CollectorWithWorkers):
 
     @property
     def num_collectors(self) -> int:
-        """How many actors there are."""
+        """The number of actors."""
         return self.num_workers
 
     def add_collectors(
@@ -118,7 +118,7 @@ class RayCollector(CollectorWithWorkers):
         collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start over with more actors, before anything was asked of those there are.
+        """Start again with more actors, before the first request to the existing actors.
 
         Later is not possible: trajectory ids are interleaved over all environments, frames shared
         out over all actors.
@@ -174,7 +174,7 @@ class RayCollector(CollectorWithWorkers):
         *,
         shutdown_ray: bool = True,
     ) -> None:
-        """Kill the actors. Idempotent; batches that were handed out stay valid.
+        """Kill the actors. Idempotent; delivered batches stay valid.
 
         Args:
             timeout: Seconds it may take; 10 by default.
@@ -194,7 +194,7 @@ class RayCollector(CollectorWithWorkers):
         *,
         shutdown_ray: bool = False,
     ) -> Settled:
-        """Shut down; may be awaited, though everything has happened when it returns.
+        """Shut down; the result may be awaited, but the shutdown is complete on return.
 
         Args:
             timeout: See `shutdown`.
@@ -210,7 +210,7 @@ class RayCollector(CollectorWithWorkers):
 
 
 class Settled:
-    """Something to await that has happened already."""
+    """An awaitable that is complete from the start."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()

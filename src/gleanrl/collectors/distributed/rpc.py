@@ -1,4 +1,4 @@
-"""Collectors over nodes that talk by torch.distributed.rpc."""
+"""Collectors over nodes that use torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RPCCollector(DistributedCollector):
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RPCArguments]
     ) -> None:
-        """Have the nodes started; each builds its environments and resets them once.
+        """Start the nodes; each builds its environments and resets them once.
 
         Args:
             create_env_fn: See `DistributedCollector`.
