@@ -1,1 +1,1 @@
-"""Preallocated memory: arenas, windows on them, and leases on what was handed out."""
+"""Preallocated memory: arenas, windows on them, and leases on delivered batches."""

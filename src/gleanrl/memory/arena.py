@@ -41,21 +41,21 @@ def batch_rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[tor
 
 
 class Order(enum.Enum):
-    """How the rollouts of several workers make up one batch."""
+    """The arrangement of several workers' rollouts in one batch."""
 
     STACKED = "stacked"
-    """``[W, *batch, T]``; all workers alike."""
+    """``[W, *batch, T]``; all workers have the same shape."""
     ENVS = "envs"
-    """One after another along the first environment dimension; all of the same length."""
+    """Concatenated along the first environment dimension; all of the same length."""
     TIME = "time"
-    """One after another in time, ``[*batch, sum of T]``; all with the same environments."""
+    """Concatenated in time, ``[*batch, sum of T]``; all with the same environments."""
     APART = "apart"
-    """Each for itself, to be put together by a copy."""
+    """Each rollout separate, for a batch by copying."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One field as it is handed out: ``slab[start:stop]`` as ``shape``."""
+    """One delivered field: ``slab[start:stop]`` as ``shape``."""
 
     key: Key
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Slab:
         size = 0
         groups = len(layouts) if order is Order.APART else 1
         self.views: list[list[View]] = [[] for _ in range(groups)]
-        """Per group that is handed out as one: its fields."""
+        """Per group that is delivered as one: its fields."""
         self.batch_shapes: list[tuple[int, ...]] = []
         """Per group: its shape, time last, without the fields' own dimensions."""
         for group in range(groups):
@@ -120,7 +120,7 @@ class Slab:
         return -(-stop // _ALIGN) * _ALIGN
 
     def _lead(self, group: int) -> tuple[int, ...]:
-        """Shape of what is handed out as one, without time and the fields' own dimensions."""
+        """Shape of a delivered group, without time and the fields' own dimensions."""
         batch = self.layouts[group].batch_shape
         if self.order is Order.STACKED:
             return (len(self.layouts), *batch)
@@ -139,7 +139,7 @@ class Slab:
 
 
 def packed(reference: WindowRef) -> tuple[WindowRef, int]:
-    """Return the same window in memory of its own, beginning at byte 0, and how large that is.
+    """Return the same window in memory of its own, beginning at byte 0, and its size.
 
     A slab of one worker is laid out like that; its mark is the last `MARK` bytes.
     """
@@ -156,7 +156,7 @@ def _page_aligned(nbytes: int) -> int:
 
 
 class _Lease(weakref.ref[Array]):
-    """Tells when the array that a batch lies in is gone.
+    """Tells when the array of a batch no longer exists.
 
     It is no `weakref.finalize`: Python looks through all of these at exit, and fails if a thread
     that still collects makes or drops one meanwhile.
@@ -215,7 +215,7 @@ class Arena:
         return self._free.pop() if self._free else None
 
     def release(self, slot: int) -> None:
-        """Give back a slot that was acquired and not leased."""
+        """Return a slot that was acquired and not leased."""
         self._free.append(slot)
 
     def has_free(self) -> bool:
@@ -255,7 +255,7 @@ class Arena:
         return base, self.views_over(base)
 
     def lease(self, slot: int, base: Array) -> None:
-        """Hand out what `view` returned; ``slot`` returns when all of the tensors are gone."""
+        """Lease the tensors of `view`; ``slot`` is free when none of them exists any more."""
         self._leases[slot] = lease = _Lease(base, self._returned.append)
         lease.slot = slot
 
@@ -265,7 +265,7 @@ class Arena:
         return self.views_over(base)
 
     def views_over(self, base: Array) -> list[Views]:
-        """Return tensors over ``base``, uint8, which is laid out like one of these slabs."""
+        """Return tensors over ``base``, uint8, which has the layout of one of these slabs."""
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
         groups = []

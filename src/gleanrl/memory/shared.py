@@ -1,4 +1,4 @@
-"""Memory of several processes: how much there is, and in which order it is read and written."""
+"""Memory of several processes: its amount, and the order of reads and writes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.platforms import naming_limits, require_linux
 
 _HUGE = 4 << 20
-"""Bytes from which on huge pages are worth it, as numpy has it."""
+"""Bytes from which huge pages pay, the same as numpy's."""
 Identity: TypeAlias = tuple[int, int]
-"""Device and inode: what a file is, whatever descriptor leads to it."""
+"""Device and inode, which identify a file for every descriptor."""
 
 
 def use_huge_pages(memory: mmap.mmap) -> None:
@@ -31,13 +31,13 @@ def use_huge_pages(memory: mmap.mmap) -> None:
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """Return which file ``status`` is of."""
+    """Return the identity of the file with ``status``."""
     return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Where another process of the same user finds a file of this one; can be pickled."""
+    """The address of a file for another process of the same user; can be pickled."""
 
     pid: int
     fd: int
@@ -80,7 +80,7 @@ def anonymous_file() -> int:
 
 
 class SharedMemory:
-    """An anonymous file in memory. Nothing of it can stay behind: it has no name anywhere.
+    """An anonymous file in memory, which leaves nothing behind because it has no name.
 
     Made empty, so that its descriptor can be handed to workers before it is known how much is
     needed; it only grows. Mappings are never closed while anything points into them; the pages go
@@ -106,7 +106,7 @@ class SharedMemory:
         return os.fstat(self.fd).st_size
 
     def reserve(self, nbytes: int) -> int:
-        """Grow by ``nbytes``, rounded up to pages; return the offset of what was added.
+        """Grow by ``nbytes``, rounded up to pages; return the offset of the new part.
 
         Raises:
             ConfigError: the system refuses a file of that size.
@@ -122,11 +122,11 @@ class SharedMemory:
         return start
 
     def clear(self) -> None:
-        """Give everything back; what was mapped must not be touched any more."""
+        """Release all memory; mappings must not be touched after this."""
         os.ftruncate(self.fd, 0)
 
     def map(self) -> mmap.mmap:
-        """Return a mapping of all there is now; the same object until it has grown."""
+        """Return a mapping of the whole file; the same object until the file has grown."""
         size = self.nbytes
         if self._mapping is None or len(self._mapping) < size:
             with naming_limits():
@@ -135,7 +135,7 @@ class SharedMemory:
         return self._mapping
 
     def close(self) -> None:
-        """Close the descriptor. What is mapped stays valid."""
+        """Close the descriptor. Mappings stay valid."""
         self.fd = -1
         self._closing()
 
@@ -149,12 +149,12 @@ def _opened(handle: Handle) -> SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """How a version of the kernel's control groups says what a group may use."""
+    """The files of a version of the kernel's control groups for the limits of a group."""
 
     limit: str
     used: str
     cache: tuple[str, ...]
-    """What of ``used``, in ``memory.stat``, the kernel gives up when memory is needed."""
+    """The part of ``used``, in ``memory.stat``, that the kernel releases on demand."""
 
 
 _VERSIONS = {
@@ -187,7 +187,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def check_memory(
     nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = Path("/")
 ) -> None:
-    """Refuse what this machine or container has no memory for.
+    """Refuse sizes for which this machine or container lacks memory.
 
     Args:
         nbytes: How much is needed.
@@ -251,7 +251,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def two_turns() -> None:
-    """Keep loads before from passing loads behind, and stores before from passing stores behind.
+    """Order earlier loads before later loads, and earlier stores before later stores.
 
     What Python can promise: aligned 64-bit words that numpy reads and writes in one element are
     read and written whole, by one instruction. Their order is the processor's. x86-64 keeps loads
@@ -268,7 +268,7 @@ def two_turns() -> None:
 
 
 def nothing() -> None:
-    """Do what x86-64 needs."""
+    """Do nothing, because x86-64 needs nothing."""
 
 
 fence = nothing if platform.machine() in {"x86_64", "AMD64"} else two_turns

@@ -42,11 +42,11 @@ _DTYPES = {
 
 
 class TensorFileError(GleanError, ValueError):
-    """Files are damaged, or are not what their description says."""
+    """Files are damaged, or do not match their description."""
 
 
 def dtype_named(name: Any) -> torch.dtype | None:
-    """Return ``torch.float32`` for ``"float32"``, and ``None`` for what names no dtype."""
+    """Return ``torch.float32`` for ``"float32"``, and ``None`` for an unknown name."""
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
@@ -74,7 +74,7 @@ class TensorFile:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as a description holds it."""
+        """Return the entry for a description."""
         return {
             "key": list(self.key),
             "shape": list(self.shape),
@@ -128,7 +128,7 @@ class TensorFile:
         return path
 
     def load(self, path: Path, rows: int | None = None) -> torch.Tensor:
-        """Map what `locate` found, or its first ``rows``; changes do not reach the file."""
+        """Map the file of `locate`, or its first ``rows``; changes do not reach the file."""
         shape = self.shape if rows is None else (rows, *self.shape)
         nbytes = math.prod(shape) * self.dtype.itemsize
         if not nbytes:
@@ -164,7 +164,7 @@ def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFi
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``, whatever is there; its contents are not checked.
+    """Return the JSON object in ``path``, without a check of its contents.
 
     Numbers that are not finite become ``None``.
 
@@ -186,7 +186,7 @@ def _object_in(text: bytes) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> bytes:
-    """Read a small regular file; neither a pipe nor a device nor a link has the caller wait."""
+    """Read a small regular file; refuse pipes, devices and links without waiting."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
@@ -196,7 +196,7 @@ def _text_of(path: Path) -> bytes:
 
 
 def _is_shallow(value: object, levels: int) -> bool:
-    """Tell whether JSON is nested at most ``levels`` deep: functions that walk it are recursive."""
+    """Tell whether JSON has at most ``levels`` levels, because later functions are recursive."""
     if not isinstance(value, dict | list):
         return True
     items = value.values() if isinstance(value, dict) else value
@@ -209,7 +209,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def stays_inside(file: str) -> bool:
-    """Tell whether a path of a description is within its directory, links left aside."""
+    """Tell whether a path of a description is within its directory, without regard to links."""
     parts = file.split("/")
     tame = file.isprintable() and not set(file) & set("\\:")
     return tame and all(part not in ("", ".", "..") for part in parts)

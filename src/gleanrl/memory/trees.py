@@ -40,7 +40,7 @@ def tensordict_over(
 
 
 def batch_over(window: Window, layout: Layout) -> TensorDict:
-    """Return ``window``, laid out as ``layout`` says, as a batch over the same memory."""
+    """Return ``window`` with ``layout`` as a batch over the same memory."""
     shape = (*layout.batch_shape, window.steps)
     views = {
         field.key: window.tensor(field.key).view((*shape, *field.shape)) for field in layout.fields

@@ -37,10 +37,10 @@ from gleanrl.memory.shared import fence
 Transform: TypeAlias = Callable[[Any], Any]
 _ATTEMPTS = 4
 _LOCAL = ("_lock", "_prefetcher", "fill_error")
-"""What every process, and every copy, makes anew."""
+"""Attributes that every process and every copy makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
 _NO_STATE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError)
-"""What reading a state raises that holds other things than it should."""
+"""Errors of reading a state with unexpected contents."""
 
 
 class ReplayBuffer:
@@ -52,7 +52,7 @@ class ReplayBuffer:
     """
 
     fill_error: BaseException | None = None
-    """What ended the collector that fills this buffer in the background; set by the collector."""
+    """The error that ended the collector which fills this buffer in the background."""
     _rank = 0
     _lock: threading.RLock
 
@@ -157,24 +157,24 @@ class ReplayBuffer:
         return twin
 
     def _after_fork(self, consistent: bool) -> None:
-        """Begin to make samples anew in a forked child; and epochs, if one was being drawn from."""
+        """Make samples anew in a forked child, and epochs if an epoch was under way."""
         if not consistent:
             self._sampler.restart()
             self._reset_local()
 
     @property
     def storage(self) -> Storage:
-        """Where rows lie."""
+        """The storage of rows."""
         return self._storage
 
     @property
     def sampler(self) -> Sampler:
-        """Which rows a sample holds."""
+        """The sampler, which chooses the rows of a sample."""
         return self._sampler
 
     @property
     def writer(self) -> Writer:
-        """Where new rows go."""
+        """The writer, which chooses the places of new rows."""
         return self._writer
 
     @property
@@ -286,7 +286,7 @@ class ReplayBuffer:
         return data[0] if single else data
 
     def empty(self, empty_write_count: bool = True) -> None:
-        """Forget all rows. What others are writing at this moment is forgotten, too."""
+        """Forget all rows, including rows that other processes are writing at this moment."""
         with self._lock:
             self._forget()
             self._storage.ring.empty(empty_write_count)
@@ -295,7 +295,7 @@ class ReplayBuffer:
             self._sampler.restart()
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give rows new priorities; without effect unless the sampler has such.
+        """Set priorities of rows; without effect unless the sampler has priorities.
 
         Args:
             index: Places as in a sample's ``"index"``; those without a row are left out.
@@ -314,7 +314,7 @@ class ReplayBuffer:
             self._sampler.update_priority(self._storage, places, values.expand(len(places)))
 
     def append_transform(self, transform: Transform) -> ReplayBuffer:
-        """Call ``transform`` with every sample, after those that are there."""
+        """Call ``transform`` with every sample, after the existing transforms."""
         with self._lock:
             self._transforms.append(transform)
             self._forget()
@@ -340,18 +340,18 @@ class ReplayBuffer:
         return None if self._generator is None else self._generator.get_state()
 
     def _position(self) -> Any:
-        """Return where sampler and generator are; under the lock."""
+        """Return the positions of sampler and generator; under the lock."""
         return self._sampler.position(), self._random()
 
     def _seek(self, position: Any) -> None:
-        """Go back there: what was drawn since then was not delivered."""
+        """Return to a position, because later draws were not delivered."""
         self._sampler.seek(position[0])
         if self._generator is not None:
             self._generator.set_state(position[1])
 
     @contextlib.contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Have sampler and generator where they were before the samples that were made ahead."""
+        """Move sampler and generator back to their positions before prefetched samples."""
         position = self._position()
         if self._prefetcher is not None:
             self._seek(self._prefetcher.position())
@@ -361,7 +361,7 @@ class ReplayBuffer:
             self._seek(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a state back, replacing what is stored.
+        """Restore a state, which replaces all rows.
 
         Raises:
             ConfigError: it is of other rows.
@@ -382,7 +382,7 @@ class ReplayBuffer:
             saving.write(path, self._storage, self._sampling_state)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Replace what is stored by what `dumps` wrote.
+        """Replace all rows by the rows that `dumps` wrote.
 
         Raises:
             ConfigError: ``path`` holds nothing such, or other rows.
@@ -432,7 +432,7 @@ class ReplayBuffer:
         return draw, self._finish(draw, data)
 
     def _draw(self, size: int) -> tuple[Draw, Any]:
-        """Draw rows and copy them; a draw that could not be copied consistently never happened."""
+        """Draw rows and copy them; undo a draw without a consistent copy."""
         sampler, storage = self._sampler, self._storage
         position = sampler.position()
 
@@ -575,7 +575,7 @@ def _as_one_row(storage: Storage, data: Any) -> tuple[Any, int]:
 
 
 def _stack(items: Sequence[Any]) -> Any:
-    """Stack items of a list into a batch; what cannot be stacked is returned as a list."""
+    """Stack items of a list into a batch; return the list if they cannot be stacked."""
     if items and all(isinstance(item, torch.Tensor) for item in items):
         return torch.stack(list(items))
     if items and all(isinstance(item, TensorDictBase) for item in items):
@@ -584,7 +584,7 @@ def _stack(items: Sequence[Any]) -> Any:
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A replay buffer whose samples say where they come from, under ``"index"``.
+    """A replay buffer whose samples contain the places of their rows, under ``"index"``.
 
     Arguments as in `ReplayBuffer`, and:
 
@@ -634,7 +634,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A replay buffer with a `PrioritizedSampler`; ``alpha``, ``beta``, ``eps`` are its."""
+    """A replay buffer with a `PrioritizedSampler`, which takes ``alpha``, ``beta``, ``eps``."""
 
     def __init__(
         self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Any = None, **arguments: Any
@@ -652,7 +652,7 @@ Sample: TypeAlias = tuple[Draw, Any]
 
 
 class Ticket:
-    """One sample that is to be made; changed under the buffer's lock only."""
+    """One sample to make; changed under the buffer's lock only."""
 
     __slots__ = ("dropped", "future", "position")
 
@@ -660,11 +660,11 @@ class Ticket:
         self.future: Future[Sample]
         self.dropped = False
         self.position: Any = None
-        """Where the buffer was before this sample was drawn; ``None`` before that."""
+        """The buffer's position before the draw of this sample; ``None`` before that."""
 
 
 class Prefetcher:
-    """Keeps some samples in the making; they come out in the order they were begun in."""
+    """Makes some samples ahead; returns them in the order of their start."""
 
     def __init__(self, buffer: ReplayBuffer, number: int) -> None:
         """Keep ``number`` samples of ``buffer`` ahead."""
@@ -677,7 +677,7 @@ class Prefetcher:
         self._pid = os.getpid()
 
     def next(self, size: int) -> Sample:
-        """Return the next sample of ``size`` and begin others; errors are those of now."""
+        """Return the next sample of ``size`` and begin others; raise the present state's errors."""
         ahead, ticket = self._take(size)
         try:
             return ticket.future.result()
@@ -694,7 +694,7 @@ class Prefetcher:
         return self.next(size)
 
     def _take(self, size: int) -> tuple[bool, Ticket]:
-        """Return the next ticket, and whether it was given out by an earlier call."""
+        """Return the next ticket, and whether an earlier call returned it."""
         with self._lock:
             if self._pid != os.getpid():  # a forked child has none of its parent's threads
                 self.forget()
@@ -718,7 +718,7 @@ class Prefetcher:
         return next(drawn, None) or self._buffer._position()
 
     def forget(self) -> None:
-        """Drop what was made ahead, as if it had never been drawn; under the lock."""
+        """Drop prefetched samples, as if they had never been drawn; under the lock."""
         self._buffer._seek(self.position())
         for ticket in self._queue:
             ticket.dropped = True

@@ -1,4 +1,4 @@
-"""How much is sampled per inserted frame: the side that is ahead waits for the other."""
+"""Limits of samples per inserted frame: the side that is ahead waits for the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gleanrl.core.options import check_int
 from gleanrl.memory.replay.storages import Storage
 
 _COUNTING, _ORIGIN, _SAMPLES = range(3)
-"""Words in the ring index, where all processes see them."""
+"""Indices of words in the ring index, which all processes see."""
 _SHORTEST_S, _LONGEST_S = 0.002, 0.05
 
 
 def poll_interval(waited: float) -> float:
-    """Return the seconds until the next look, after a wait of ``waited`` seconds.
+    """Return the seconds until the next check, after a wait of ``waited`` seconds.
 
     So a wait takes a quarter longer than it needs to, and a long one costs next to nothing.
     """
@@ -118,18 +118,18 @@ class RateLimiter:
             return True
 
     def begin(self, storage: Storage) -> None:
-        """Note that a collector was started: counting begins anew with the next sample."""
+        """Note the start of a collector; counting begins anew with the next sample."""
         with storage.ring.section():
             if not storage.ring.lock.collecting:
                 storage.ring.flow[_COUNTING] = 0
 
     def running(self, storage: Storage, now: bool) -> None:
-        """Note that a collector is running from now on, or not any more."""
+        """Note that a collector runs from now on, or no longer."""
         with storage.ring.section():
             storage.ring.lock.collect(1 if now else -1)
 
     def holds(self, storage: Storage, under_way: int) -> bool:
-        """Tell whether a collector has to wait; ``under_way`` frames are asked for, not stored."""
+        """Tell whether a collector must wait; ``under_way`` frames are requested but not stored."""
         least, words = self.min_samples_per_insert, storage.ring.flow
         if least is None or not words[_COUNTING]:
             return False

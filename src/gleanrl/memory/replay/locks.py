@@ -24,13 +24,13 @@ from gleanrl.core.errors import CollectorTimeout
 from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 
 _FORK_TIMEOUT_S = 1.0
-"""How long a fork waits for threads to leave, all locks together."""
+"""Seconds that a fork waits for threads to leave, over all locks."""
 _MAIN = 0
 _FIRST_OWNER = 1
 _COLLECTING = 1 << 62
-"""Byte that processes in which collectors run hold together."""
+"""Byte that all processes with running collectors hold together."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
-"""Pauses between two tries: sections are short."""
+"""Pauses between two tries, short as the sections are short."""
 _FLOCK = "hhqqi4x"
 """The kernel's ``struct flock``, on 64-bit systems."""
 
@@ -39,11 +39,11 @@ class Forkable(Protocol):
     """Has a lock that forks respect; see `guarded`."""
 
     _rank: int
-    """The holder of a lock takes only locks of a higher rank."""
+    """The rank of the lock; its holder takes only locks of a higher rank."""
     _lock: threading.RLock
 
     def _after_fork(self, consistent: bool) -> None:
-        """Begin anew in a child; ``consistent`` unless another thread was inside."""
+        """Start again in a child; ``consistent`` unless another thread was inside."""
 
 
 def guarded(holder: Forkable) -> None:
@@ -93,7 +93,7 @@ os.register_at_fork(
 
 
 class ThreadLock:
-    """Lets one thread of this process in at a time; that thread may enter again."""
+    """Admits one thread of this process at a time; that thread may enter again."""
 
     _rank = 1
     _lock: threading.RLock
@@ -134,7 +134,7 @@ class ThreadLock:
 
 
 class ProcessLock(ThreadLock):
-    """Lets one thread of one process in at a time.
+    """Admits one thread of one process at a time.
 
     There is one per process and file: closing any descriptor of a file gives up all locks that the
     process has on it, so this object alone opens and closes them.
@@ -244,13 +244,13 @@ def _lock_of(handle: Handle) -> ProcessLock:
 
 
 def _lock_holder(fd: int) -> int | None:
-    """Return which process is inside, ``None`` if none can be named."""
+    """Return the process inside, ``None`` if it is unknown."""
     held, pid = _is_held(fd, _MAIN)
     return pid if held and pid > 0 else None
 
 
 def _is_held(fd: int, byte: int) -> tuple[bool, int]:
-    """Tell whether another process has locked ``byte``, and which, as far as it can be named."""
+    """Tell whether another process has locked ``byte``, and that process if it is known."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return kind != fcntl.F_UNLCK, pid

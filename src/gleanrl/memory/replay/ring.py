@@ -1,4 +1,4 @@
-"""Which rows of a ring are complete: reserve, commit, revoke; safe against death at any instant.
+"""Complete rows of a ring: reserve, commit, revoke; safe against death at any instant.
 
 Every row has one word, its *sequence number*: positive when the row is complete, negative while it
 is being written, zero when it holds nothing. Positions only grow and a sequence number holds its
@@ -40,7 +40,7 @@ _OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = 
 _LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT, _AUTHOR = range(19, 23)
 _RESERVE, _COMMIT, _REVOKE, _EMPTY, _LOAD = 1, 2, 3, 4, 5
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
-"""Nothing real reaches these, and they are far below where positions and counters overflow."""
+"""Bounds above all real values, and far below the overflow of positions and counters."""
 
 
 class Reservation(NamedTuple):
@@ -81,7 +81,7 @@ _current_author: ContextVar[Author | None] = ContextVar("author", default=None)
 
 @contextmanager
 def written_by(author: Author) -> Iterator[None]:
-    """Have ``author`` write the rows that this thread stores in a ``with`` block."""
+    """Attribute the rows that this thread stores in a ``with`` block to ``author``."""
     token = _current_author.set(author)
     try:
         yield
@@ -90,13 +90,13 @@ def written_by(author: Author) -> Iterator[None]:
 
 
 class Version(NamedTuple):
-    """What a ring was at one moment; a copy of it is no version of any ring."""
+    """The state of a ring at one moment; a copy is not a version of any ring."""
 
     ring: object
     epoch: int
     changes: int
     oldest: int
-    """Rows before this position do not change any more, unless they are overwritten."""
+    """Rows before this position no longer change, unless they are overwritten."""
 
 
 class _Word:
@@ -113,7 +113,7 @@ class _Word:
 
 
 class RingIndex:
-    """The sequence numbers of a ring of rows, and which writer may write which."""
+    """The sequence numbers of a ring of rows, and the reservations of its writers."""
 
     slots = _Word(_SLOTS)
     """Rows in the ring."""
@@ -124,7 +124,7 @@ class RingIndex:
     overflow = _Word(_OVERFLOW)
     """Overflow places (see `dedup`) that were ever needed; changed inside `section`."""
     overflow_next = _Word(_OVERFLOW_NEXT)
-    """Where to look first for a free one."""
+    """The first overflow place to check for a free one."""
 
     def __init__(self, max_slots: int, lock: ThreadLock, words: Words) -> None:
         """Use ``words`` (zeroed, `words_for` of them), which others may share."""
@@ -159,7 +159,7 @@ class RingIndex:
 
     @property
     def top(self) -> int:
-        """Rows that were ever reserved lie below this place."""
+        """The place above all rows that were ever reserved."""
         # Readers take no lock: `empty` and `restore` write one of the two words before the other.
         return max(0, min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS])))
 
@@ -173,7 +173,7 @@ class RingIndex:
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """Keep all others from changing the index; the work of a dead process is finished here."""
+        """Keep all others from changing the index, and finish the work of a dead process."""
         with self.lock:
             if self._h[_OP]:
                 self._recover()
@@ -189,7 +189,7 @@ class RingIndex:
         self._h[_READY] = 1
 
     def layout(self) -> bytes:
-        """Return what `initialise` was given."""
+        """Return the layout passed to `initialise`."""
         return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
 
     def reserve(self, count: int) -> Reservation:
@@ -238,13 +238,13 @@ class RingIndex:
             return True
 
     def revoke(self, reservation: Reservation) -> None:
-        """Give rows back unwritten; they must not be written any more when this is called."""
+        """Return reserved rows unwritten; nobody may write them after this call begins."""
         with self.section():
             self._check_held(reservation)
             self._enact(_REVOKE, reservation)
 
     def empty(self, count: bool = True) -> None:
-        """Forget all rows; those being written right now are forgotten when they are committed."""
+        """Forget all rows; rows under way are forgotten at their commit."""
         with self.section():
             cursor = self._next_lap()
             self._enact(
@@ -265,7 +265,7 @@ class RingIndex:
             yield 0, count - before_end, before_end
 
     def changes(self, since: Version | None) -> tuple[Version, Words | None]:
-        """Return the version now, and the slots that may have changed since another one.
+        """Return the current version, and the slots that may have changed since another one.
 
         Positions are given out in order: what changes is what is being written, and what follows;
         the slot behind that is among them.
@@ -293,7 +293,7 @@ class RingIndex:
             }
 
     def clear_for(self, state: Mapping[str, Any]) -> None:
-        """Forget all rows, so that those of a state can be put in their place; inside `section`."""
+        """Forget all rows, before rows of a state take their places; inside `section`."""
         if self._table[:, 0].any():
             self._sweep()
         if self._table[:, 0].any():
@@ -334,7 +334,7 @@ class RingIndex:
         return -(-int(self._h[_CURSOR]) // slots) * slots
 
     def _cursor_after(self, state: Mapping[str, Any], base: int) -> int:
-        """Return the cursor once the rows of a state lie behind the position ``base``."""
+        """Return the cursor after the rows of a state, which begin at the position ``base``."""
         if not base:
             return int(state["cursor"])
         after = base + _span(state)
@@ -352,7 +352,7 @@ class RingIndex:
             self._h[_EPOCH] += 1
 
     def add_count(self, rows: int) -> None:
-        """Count rows that were seen and not stored."""
+        """Count rows that were received and not stored."""
         with self.section():
             self._h[_COUNT] += rows
 
@@ -404,7 +404,7 @@ class RingIndex:
         return None
 
     def _sweep(self) -> None:
-        """Revoke what dead processes had reserved."""
+        """Revoke the reservations of dead processes."""
         for entry in np.flatnonzero(self._table[:, 0]).tolist():
             owner, first, count = self._table[entry].tolist()
             if not self.lock.alive(owner):
@@ -447,7 +447,7 @@ class RingIndex:
             self._enact(_REVOKE, reservation)
 
     def _apply(self) -> None:
-        """Do what is written down; doing it twice changes nothing."""
+        """Make the change that is written down; a second call changes nothing."""
         h = self._h
         op, first, count = int(h[_OP]), int(h[_FIRST]), int(h[_N])
         if op == _EMPTY:
@@ -508,7 +508,7 @@ def check_snapshot(state: Mapping[str, Any], slots: int) -> None:
 
 
 def _span(state: Mapping[str, Any]) -> int:
-    """Return how far behind the cursor the oldest row is."""
+    """Return the distance from the oldest row to the cursor."""
     numbers, cursor = state["stamps"], state["cursor"]
     complete = numbers[numbers > 0]
     oldest = int(complete.min() >> _AUTHOR_BITS) - 1 if len(complete) else cursor

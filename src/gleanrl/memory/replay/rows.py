@@ -1,4 +1,4 @@
-"""What one stored row looks like, the tensors that hold all of them, and links to successors."""
+"""The layout of a stored row, the tensors of all rows, and links to successors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gleanrl.memory.trees import groups_of, nest
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _NOTHING: Mapping[str, torch.Tensor] = {}
 _CHUNK = 1024
-"""Overflow places that are looked at together."""
+"""Overflow places that are checked together."""
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
 _LINK = Field(("\0link",), (), torch.int64)
@@ -35,12 +35,12 @@ class RowLayout:
 
     fields: tuple[Field, ...]
     element: tuple[int, ...]
-    """Batch dimensions inside a row: ``()`` for a frame, ``(4,)`` where a row is four of them."""
+    """Batch dimensions inside a row: ``()`` for a frame, ``(4,)`` if a row is four frames."""
     envs: int | None
     """Size of the environment dimension of an ``[env, time]`` storage, ``None`` for 1-D ones."""
 
     dedup: tuple[Key, ...] = ()
-    """Root entries whose successors under ``"next"`` are found by a link and not stored beside."""
+    """Root entries whose successors under ``"next"`` are found by a link instead of a copy."""
 
     groups: tuple[Group, ...] = ()
     """Nested parts with a batch size of their own."""
@@ -60,7 +60,7 @@ class RowLayout:
 
     @property
     def overflow_nbytes(self) -> int:
-        """Bytes of one overflow place: the successors of a frame, and whose they are."""
+        """Bytes of one overflow place: the successors of a frame, and the number of its row."""
         sizes = [field.nbytes for field in self.fields if field.key in self.dedup]
         return sum(sizes) + _LINK.nbytes if sizes else 0
 
@@ -112,7 +112,7 @@ class RowLayout:
 
     @classmethod
     def from_json(cls, text: bytes) -> RowLayout:
-        """Read what `to_json` wrote."""
+        """Read the description that `to_json` wrote."""
         try:
             layout = json.loads(text)
             groups = tuple(
@@ -156,7 +156,7 @@ def _leaves(data: Any, prefix: Key) -> Iterator[tuple[Key, torch.Tensor]]:
 
 
 def _check_kind(data: Any, prefix: Key) -> None:
-    """Refuse what is no nest of tensors, or has entries in some rows only."""
+    """Refuse data that are not nested tensors, or have entries in some rows only."""
     if not isinstance(data, (TensorDictBase, Mapping)) or is_non_tensor(data):
         raise ConfigError(
             f"a tensor storage stores tensors and TensorDicts of them, {_name(prefix)} is "

@@ -1,4 +1,4 @@
-"""Which rows a sample holds: uniform, each once, or in proportion to priorities."""
+"""Samplers: uniform, each row once, or in proportion to priorities."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SHIFT = 5
 _TINY = 1e-300
 _SAMPLES_KNOWN = 64
 _TOP = 2048
-"""So many numbers are still searched at once."""
+"""The largest count of numbers that is searched at once."""
 _MANY = 2048
-"""From here on, looking for nodes that were named twice is cheaper than visiting them twice."""
+"""The count from which a search for repeated nodes is cheaper than visiting them twice."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Draw:
     info: dict[str, torch.Tensor] = field(default_factory=dict)
     """More entries of the sample, ``[n]``."""
     ends: torch.Tensor | None = None
-    """Which frames end a slice, bool ``[n]``."""
+    """True for frames that end a slice, bool ``[n]``."""
     first: bool = False
     """Whether an epoch began with these."""
     last: bool = False
@@ -45,7 +45,7 @@ class Draw:
 
 
 class Sampler:
-    """Chooses complete rows. One per buffer and process: it has state of its own."""
+    """Chooses complete rows. Each buffer and process has its own, because it has state."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose ``count`` frames.
@@ -59,16 +59,16 @@ class Sampler:
         """Begin a new epoch with the next draw."""
 
     def position(self) -> Any:
-        """Return where the epoch is, for `seek`; later draws must not change what is returned."""
+        """Return the position in the epoch, for `seek`; later draws must not change the result."""
         return None
 
     def seek(self, position: Any) -> None:
-        """Go back to a `position`: what was drawn since then was not delivered."""
+        """Return to a `position`, because later draws were not delivered."""
 
     def update_priority(
         self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
     ) -> None:
-        """Take note of priorities; samplers without any ignore them."""
+        """Store priorities; samplers without priorities ignore them."""
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
         """Return the sampler's state, for the rows that ``storage`` has now."""
@@ -86,7 +86,7 @@ class Sampler:
         """
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Put a checked state back, after the rows it belongs to."""
+        """Restore a checked state, after the rows of this state."""
         self.restart()
 
 
@@ -127,21 +127,21 @@ class SamplerWithoutReplacement(Sampler):
 
     def restart(self) -> None:
         self._order = torch.empty(self._SHAPE, dtype=torch.int64)
-        """What the epoch holds, along the last dimension."""
+        """The units of the epoch, along the last dimension."""
         self._numbers = torch.empty(0, dtype=torch.int64)
         """Sequence numbers of all slots when it began."""
         self._next = 0
 
     def position(self) -> Any:
-        """Return what the epoch holds and how far it is."""
+        """Return the units of the epoch and the progress in it."""
         return self._order, self._numbers, self._next
 
     def seek(self, position: Any) -> None:
-        """Deliver again what was drawn since ``position``."""
+        """Deliver the draws since ``position`` again."""
         self._order, self._numbers, self._next = position
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        """Take the next ``count`` frames of the epoch, or what is left of it."""
+        """Take the next ``count`` frames of the epoch, or its remaining frames."""
         units, length = self._sizes(count)
         first, chosen = self._next == 0, self._take(storage, units, length)
         if chosen is None:  # nothing was begun, or the rest of the epoch was overwritten
@@ -164,7 +164,7 @@ class SamplerWithoutReplacement(Sampler):
         return draw
 
     def _take(self, storage: Storage, units: int, length: int) -> torch.Tensor | None:
-        """Take what comes next; ``None`` if nothing is left, or too little for a batch."""
+        """Take the next units; ``None`` if none remain, or too few for a batch."""
         parts, have = [], 0
         while have < units and self._next < self._order.shape[-1]:
             part = self._order[..., self._next : self._next + units - have]
@@ -176,7 +176,7 @@ class SamplerWithoutReplacement(Sampler):
         return torch.cat(parts, -1)
 
     def _sizes(self, count: int) -> tuple[int, int]:
-        """Return how many units ``count`` frames are, and how many frames each has."""
+        """Return the number of units for ``count`` frames, and the frames of each unit."""
         return count, 1
 
     def _begin(self, storage: Storage, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +185,7 @@ class SamplerWithoutReplacement(Sampler):
         return storage.frames_of(slots), numbers
 
     def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
-        """Return what of some units has not been overwritten since the epoch began."""
+        """Return the units that have not been overwritten since the epoch began."""
         return order[storage.sequence_of(order) == self._numbers[storage.slots_of(order)]]
 
     def _draw_of(
@@ -194,11 +194,11 @@ class SamplerWithoutReplacement(Sampler):
         return Draw(chosen, self._numbers[storage.slots_of(chosen)])
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
-        """Return what is left of the epoch, without rows that were overwritten."""
+        """Return the rest of the epoch, without rows that were overwritten."""
         return {"order": self._intact(storage, self._order[..., self._next :], 1)}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Refuse what names no places, or one twice."""
+        """Refuse values that are not places, or repeat a place."""
         order = saved_tensor(state, "order", torch.int64)
         inside = not len(order) or 0 <= int(order.min()) <= int(order.max()) < frames
         if not inside or len(torch.unique(order)) < len(order):
@@ -256,7 +256,7 @@ def _complete(storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def empty_error(storage: Storage) -> ReplayError:
-    """Say that there is nothing to sample."""
+    """Return the error for a buffer without rows to sample."""
     return ReplayError(
         f"nothing to sample: the buffer holds {len(storage)} whole rows"
         + (
@@ -307,7 +307,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def alpha(self) -> float:
-        """How much priorities count: those that were given, and those to come."""
+        """The exponent of priorities, of past and of future ones."""
         return self._alpha
 
     @alpha.setter
@@ -317,7 +317,7 @@ class PrioritizedSampler(Sampler):
         self._alpha = alpha
 
     def _again(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
-        """Return what was raised to ``before`` raised to ``alpha``.
+        """Return numbers raised to ``before`` as numbers raised to ``alpha``.
 
         Raises:
             ConfigError: all were made equal, or their sum might overflow.
@@ -335,7 +335,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def default_priority(self) -> float:
-        """What new rows are given: the largest priority seen so far, 1 at first."""
+        """The priority of new rows: the largest priority seen so far, 1 at first."""
         return self._max
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
@@ -368,7 +368,7 @@ class PrioritizedSampler(Sampler):
         draw.info = {"priority_weight": weight, "_weight": weight}
 
     def _drop(self, storage: Storage) -> None:
-        """Give no priority to incomplete rows (of writers that died, mostly)."""
+        """Remove the priorities of incomplete rows (mostly of writers that died)."""
         places = torch.arange(storage.ring.top * storage.envs)
         gone = places[storage.sequence_of(places) <= 0]
         self._tree.set(gone, torch.zeros(len(gone), dtype=torch.float64))
@@ -376,7 +376,7 @@ class PrioritizedSampler(Sampler):
     def update_priority(
         self, storage: Storage, index: torch.Tensor, priority: torch.Tensor
     ) -> None:
-        """Set the priorities of flat places; those that hold no complete row are left out.
+        """Set the priorities of flat places; leave out places without a complete row.
 
         If these are the places of a sample, those that were overwritten since are left out, too.
 
@@ -412,7 +412,7 @@ class PrioritizedSampler(Sampler):
         return raised
 
     def _follow(self, storage: Storage) -> None:
-        """Give rows that were committed since the last time their first priority.
+        """Set the first priority of rows that were committed since the last call.
 
         The version is taken first: what changes meanwhile is looked at again.
         """
@@ -445,13 +445,13 @@ class PrioritizedSampler(Sampler):
         self._tree.set(places[inside], values[inside])
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
-        """Return all priorities (raised to alpha), alpha, and the largest that was given."""
+        """Return all priorities (raised to alpha), alpha, and the largest priority seen."""
         self._follow(storage)
         priorities = self._tree.leaves.clone()
         return {"priorities": priorities, "alpha": self._alpha, "max_priority": self._max}
 
     def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Refuse what are no priorities, or those of another capacity."""
+        """Refuse values that are not priorities, or have another capacity."""
         saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
         alpha = state.get("alpha", self._alpha)  # older states have none
         if len(saved) != self.max_capacity:
@@ -472,7 +472,7 @@ class PrioritizedSampler(Sampler):
 
 
 class SumTree:
-    """Non-negative numbers that can be drawn in proportion to their size.
+    """Non-negative numbers with random draws in proportion to their size.
 
     A node has 32 children that stand side by side, so that one level costs one gathering of rows
     for all draws together. Sums are recomputed from the children, never adjusted: they do not
@@ -500,7 +500,7 @@ class SumTree:
         return float(self._least.min())
 
     def set(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace numbers; if a place is named twice, by either. Up to 1e-300 counts as zero."""
+        """Replace numbers; a repeated place gets any of them. Up to 1e-300 counts as zero."""
         # So small that a share of it may not be smaller than itself.
         values = torch.threshold(values, _TINY, 0.0)
         for level, (flat, rows) in enumerate(zip(self._flat, self._rows, strict=True)):

@@ -105,7 +105,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 def _write_state(
     folder: Path, storage: LazyTensorStorage, sampling: Callable[[], dict[str, Any]]
 ) -> str:
-    """Write all tensors; return the description, which has the entry of a file for each."""
+    """Write all tensors; return the description with one entry of a file for each."""
     copied, count = storage.copied_at_once, itertools.count()
     state = storage.state_dict(copied)
 
@@ -122,7 +122,7 @@ def _write_state(
 
 
 def _current_folder(root: Path) -> str | None:
-    """Return which folder the description names, ``None`` if there is no such description."""
+    """Return the folder that the description names, ``None`` without a description."""
     try:
         folder = tensor_files.read_description(root / META).get("folder")
     except TensorFileError:

@@ -29,7 +29,7 @@ Same: TypeAlias = Callable[[Storage, Places, Places], Bools]
 
 
 class SliceSampler(Sampler):
-    """Slices of trajectories, one after the other in a flat batch.
+    """Draws slices of trajectories, one after the other in a flat batch.
 
     A trajectory is drawn uniformly among those long enough, then where the slice starts in it.
     A trajectory that is stored in several pieces counts as several: a piece ends where other rows
@@ -82,7 +82,7 @@ class SliceSampler(Sampler):
         return _slices(storage, segments[:, chosen], numbers, length, generator)
 
     def _eligible(self, segments: torch.Tensor, length: int) -> torch.Tensor:
-        """Return which segments are long enough for slices of ``length``."""
+        """Return the segments that are long enough for slices of ``length``."""
         least = length if self.strict_length else 1
         eligible = (segments[1] >= least).nonzero().squeeze(1)
         if not len(eligible):
@@ -115,7 +115,7 @@ class SliceSampler(Sampler):
 
 
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
-    """Slices of which every trajectory gives one per epoch.
+    """Draws one slice of every trajectory per epoch.
 
     An epoch is over the trajectories that there were when it began. Of those of which rows were
     overwritten meanwhile, slices are taken from the rest. Arguments as in `SliceSampler`, and:
@@ -138,7 +138,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         return segments[:, self._eligible(segments, length)], numbers.clone()
 
     def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the part of each segment behind its last row that was overwritten."""
+        """Return the part of each segment after its last overwritten row."""
         frames, segment, step, _ = _frames_of(storage, order)
         gone = storage.sequence_of(frames) != self._numbers[storage.slots_of(frames)]
         lost = torch.zeros_like(order[1])
@@ -180,7 +180,7 @@ def _slices(
     length: int,
     generator: torch.Generator | None,
 ) -> Draw:
-    """Draw where a slice of each segment begins."""
+    """Draw the start of a slice in each segment."""
     first, have = segments
     room = (have - length).clamp_min_(0) + 1
     share = torch.rand(len(room), dtype=torch.float64, generator=generator)
@@ -192,7 +192,7 @@ def _slices(
 
 
 def _frames_of(storage: Storage, segments: Any) -> tuple[torch.Tensor, ...]:
-    """Return of every frame of segments its flat place, its segment, its step; and their ends."""
+    """Return the flat place, segment and step of every frame of segments, and their ends."""
     first, length = segments
     ends = length.cumsum(0)
     segment = torch.arange(len(length)).repeat_interleave(length)
@@ -202,10 +202,10 @@ def _frames_of(storage: Storage, segments: Any) -> tuple[torch.Tensor, ...]:
 
 
 class SegmentIndex:
-    """Finds the segments of a storage; rows that did not change are not looked at again."""
+    """Finds the segments of a storage, without checking unchanged rows again."""
 
     def __init__(self, same: Same) -> None:
-        """Ask ``same`` where trajectories end."""
+        """Find ends of trajectories by ``same``."""
         self._same = same
         self._version: Version | None = None
         self._numbers: Places = np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Where rows lie (tensors in memory or in a file, or a list), and who puts them there."""
+"""Storages of rows (tensors in memory or in a file, or a list), and their filling."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from gleanrl.memory.shared import SharedMemory, check_memory, fence
 
 _ALIGN = 64
 _PART = 1024
-"""Slots that are put together at a time for a storage of another size."""
+"""Slots that are loaded at a time into a storage of another size."""
 _AT_ONCE = 1 << 28
 """Bytes that are copied while writers wait."""
 _NORESERVE = 0x4000
-"""Linux: what is mapped and never touched counts as nothing."""
+"""Linux: mapped memory that was never touched does not count."""
 
 
 class Storage:
-    """Rows, and the index that says which of them are complete."""
+    """Rows and the index of complete rows."""
 
     lock_timeout = 60.0
     """See `ReplayBuffer`."""
     compact: bool | Sequence[NestedKey] = False
     """Which observations are stored once; see `LazyTensorStorage`."""
     _OWN: tuple[str, ...] = ("ring",)
-    """Attributes that no two storages have in common."""
+    """Attributes that storages never share."""
 
     def __init__(self, max_size: int, ndim: int = 1) -> None:
         """Hold ``max_size`` frames.
@@ -74,7 +74,7 @@ class Storage:
         self._open()
 
     def _open(self) -> None:
-        """Make what `_OWN` names, empty."""
+        """Make the attributes named in `_OWN`, empty."""
         try:
             words = np.zeros(RingIndex.words_for(self.max_size), np.int64)
         except MemoryError as err:
@@ -96,7 +96,7 @@ class Storage:
         )
 
     def _moved_to(self, attributes: Mapping[str, Any]) -> Self:
-        """Return a storage with these attributes that holds what this one does."""
+        """Return a storage with these attributes and this storage's rows."""
         twin = type(self).__new__(type(self))
         vars(twin).update(attributes)
         with self.ring.section():
@@ -214,7 +214,7 @@ class Storage:
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put rows back: at the same places if sizes agree, else the youngest by age."""
+        """Restore rows: at the same places if sizes agree, else the newest by age."""
         with self.ring.section():
             self.ring.clear_for(state)
             if self.ring.slots == state["slots"]:
@@ -242,7 +242,7 @@ class Storage:
 
 
 class LazyTensorStorage(Storage):
-    """Tensors in memory, allocated when the first data is stored, which decides what rows are.
+    """Tensors in memory, allocated for the first data, which decide the layout of rows.
 
     Args:
         max_size: Frames to hold.
@@ -310,7 +310,7 @@ class LazyTensorStorage(Storage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that were needed so far, for rows and what is kept beside them."""
+        """Bytes of memory in use, for rows and their bookkeeping."""
         rows = self.rows
         if rows is None:
             return 0
@@ -322,7 +322,7 @@ class LazyTensorStorage(Storage):
         return 1 if rows is None else rows.layout.envs or 1
 
     def initialise(self, layout: RowLayout) -> Rows:
-        """Allocate for ``layout``, or check that what was allocated is the same.
+        """Allocate for ``layout``, or check that an earlier allocation has the same layout.
 
         Raises:
             ConfigError: the storage holds other rows, or they do not fit into memory.
@@ -423,7 +423,7 @@ class LazyTensorStorage(Storage):
             numbers[numbers != self.ring.sequence_tensor[: len(numbers)]] = 0
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is of tensors that its layout describes."""
+        """Check that a state contains the tensors of its layout."""
         if "items" in state:
             raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
         if state["layout"] is None:
@@ -486,7 +486,7 @@ class LazyTensorStorage(Storage):
             check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
     def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
-        """Take room on the disk, for files; memory is taken when it is touched."""
+        """Reserve space on the disk, for files; the first touch reserves memory."""
 
     def _allocate(self, shapes: Shapes) -> list[torch.Tensor]:
         if self._memory is None and self.compact is False:
@@ -581,7 +581,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
 
 class ListStorage(Storage):
-    """A list of anything, of one process.
+    """A list of arbitrary objects, in one process.
 
     Args:
         max_size: Items to hold.
@@ -640,5 +640,5 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _starts_of(shapes: Shapes) -> list[int]:
-    """Return where tensors of these shapes begin one after another, and where the last ends."""
+    """Return the offsets of consecutive tensors of these shapes, and the end of the last."""
     return [0, *accumulate(-(-_nbytes(*shape) // _ALIGN) * _ALIGN for shape in shapes)]

@@ -1,4 +1,4 @@
-"""Which rows new data replace: the oldest, or those that rank lowest."""
+"""Writers: new data replace the oldest rows, or the rows that rank lowest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 
 
 class Writer:
-    """Stores data and says where."""
+    """Stores data and returns their places."""
 
     def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
         """Store ``data``; return the slots that now hold it, int64.
@@ -49,7 +49,7 @@ class TensorDictMaxValueWriter(Writer):
         self.rank_key = as_key(rank_key)
 
     def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store what ranks among the best; return a slot per row of ``data``, -1 for the others.
+        """Store the rows that rank among the best; return a slot per row, -1 for other rows.
 
         Raises:
             ConfigError: the storage is shared, compact, a list, or 2-D, or rows lack the entry.
