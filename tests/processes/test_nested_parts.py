@@ -88,6 +88,11 @@ def test_groups_keep_them_from_asynchronous_workers():
     check(first(MultiAsyncCollector([Team], act, frames_per_batch=6, total_frames=6)))
 
 
+@pytest.mark.parametrize("inner", [MultiSyncCollector, MultiAsyncCollector])
+def test_groups_keep_them_from_collectors_inside_workers(inner):
+    check(first(MultiSyncCollector([[Team]], act, frames_per_batch=6, collector_class=inner)))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_groups_keep_them_in_replay_buffers(workers):
     buffer = ReplayBuffer(storage=LazyTensorStorage(24), batch_size=5)

@@ -49,6 +49,7 @@ from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.models import Models, WeightSync
 from gleanrl.engine.replacing import Replacements
+from gleanrl.memory.trees import groups_of
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
@@ -420,7 +421,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             Field(as_key(key), tuple(value.shape[fake.ndim :]), value.dtype)
             for key, value in fake.items(include_nested=True, leaves_only=True)
         )
-        return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], self.n_env)
+        groups = tuple(groups_of(fake))
+        return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], self.n_env, groups)
 
     def _gathered(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
