@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,13 @@ def _hook(case: Case, batch: Any) -> None:
     checker.alone(batch)
 
 
+@cache
+def standin() -> Any:
+    """Return the module of the test device, which is compiled at its first import."""
+    sys.path.append(str(Path(__file__).parents[2] / "tests" / "device"))
+    return importlib.import_module("standin")
+
+
 def _read(case: Case, name: str, value: Any, policy: Any) -> Any:
     """Return the value of an argument from what a case says of it."""
     if name == "postproc":
@@ -84,6 +93,8 @@ def _read(case: Case, name: str, value: Any, policy: Any) -> Any:
         return gleanrl.ExplorationType[value]
     if name == "weight_sync_schemes":
         return {"policy": getattr(gleanrl, value)()}
+    if value == "standin":
+        return standin() and "standin"
     if name == "collector_class":
         return {"Collector": gleanrl.Collector, "Subclass": Subclass}.get(value, value)
     made: dict[str, Any] = {
@@ -106,10 +117,14 @@ def _policy_alone(case: Case) -> Any:
 def _environments(case: Case, folder: Path | None, first: int) -> Any:
     """Return what the collector makes environments from, for workers from ``first`` on."""
     if case.pool:
-        return make_vector(first, case.env, case.envs, case.draws)
+        mode, _, kind = case.env.partition(" ")
+        return make_vector(first, mode, case.envs, case.draws, kind or "fresh")
     shared = None if folder is None else str(folder)
     workers = range(first, first + case.workers)
     makers = [partial(make_one, at, case.env, case.draws, shared) for at in workers]
+    if "standin" in case.options.values():
+        # What a worker is built from registers the device there.
+        makers = [partial(standin().make, maker) for maker in makers]
     return makers[0] if case.backend == "here" or "num_workers" in case.options else makers
 
 

@@ -19,12 +19,12 @@ ENVS: tuple[str, ...] = (
     "agents",
     "torchrl",
 )
-POOLS = ("NextStep", "SameStep", "Disabled")
+POOLS = ("NextStep", "SameStep", "Disabled", "NextStep shared", "SameStep reused")
 POLICIES: tuple[str, ...] = ("linear", "module", "opaque", "recurrent", "drawing", "typed")
-POLICIES += ("carrying", "cached", "numpy", "random")
+POLICIES += ("carrying", "cached", "numpy", "random", "perturbed")
 SINKS = ("batches", "buffer", "rows", "slices", "priorities", "recorder")
 EVENTS: tuple[str, ...] = ("update", "some", "each", "seed", "reset", "reload", "state", "hold")
-EVENTS += ("globals", "stats", "rollout", "silent")
+EVENTS += ("globals", "stats", "rollout", "silent", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Case:
     """Arguments of the collector, as `tools.hunt.build` reads them."""
     events: tuple[str, ...] = ()
     """What happens after each batch; empty for nothing."""
+
+    @property
+    def early(self) -> bool:
+        """Whether environments reset in their next step."""
+        return self.env.startswith("NextStep")
 
     @property
     def pool(self) -> bool:
@@ -129,9 +134,9 @@ OPTIONS: dict[str, Draw] = {
     "no_cuda_sync": _one_of(True, False),
     "worker_idx": _always(0),
     "policy_factory": _always("make"),
-    "device": _always("cpu"),
-    "storing_device": _always("cpu"),
-    "policy_device": _always("cpu"),
+    "device": _one_of("cpu", "standin"),
+    "storing_device": _one_of("cpu", "standin"),
+    "policy_device": _one_of("cpu", "standin"),
     "env_device": _always("cpu"),
     "create_env_kwargs": _always({"bonus": 0.5}),
     "return_same_td": _always(True),
@@ -192,7 +197,6 @@ APART = (
     {"trajs_per_write", "set_truncated"},
     {"postproc", "compact_obs"},
     {"split_trajs", "track_traj_ids"},
-    {"cat_results", "track_traj_ids"},
     {"split_trajs", "return_same_td"},
     {"split_trajs", "extend_buffer"},
     {"exploration_type", "exploration_mode"},
@@ -216,7 +220,7 @@ def allowed(case: Case, name: str) -> bool:
     native = case.env in ("native", "agents", "torchrl")
     rules = {
         "traj_format": "trajs_per_batch" in drawn,
-        "traj_quota": "trajs_per_batch" in drawn,
+        "traj_quota": "trajs_per_batch" in drawn and case.sink == "batches",
         "num_workers_per_collector": drawn.get("collector_class") in ("sync", "async"),
         "max_relaunches": drawn.get("on_failure") == "relaunch",
         "create_env_kwargs": not case.pool and "num_workers" not in drawn,
@@ -243,6 +247,7 @@ def allowed(case: Case, name: str) -> bool:
         "num_workers": case.backend in ("sync", "async") and not case.pool,
         "trajs_per_batch": case.policy != "random",
         "trajs_per_write": "trajs_per_batch" in drawn,
+        "split_trajs": case.sink != "rows",
         "use_buffers": case.sink == "batches",
         "extend_buffer": case.sink not in ("slices", "priorities"),
         "track_traj_ids": case.sink != "slices",
@@ -265,11 +270,16 @@ def draw(number: int) -> Case:
     background = sink != "batches" and chance.random() < 0.6
     # A parametrized module cannot be sent to a process.
     unfit |= {"cached"} if background or backend != "here" else set()
+    unfit |= (
+        {"perturbed"} if background or backend != "here" or sink != "batches" or pools else set()
+    )
+    policy = chance.choice([kind for kind in POLICIES if kind not in unfit])
+    envs = chance.randint(2, 4) if pools else chance.randint(1, 4)
     case = Case(
         backend=backend,
         env=env,
-        policy=chance.choice([kind for kind in POLICIES if kind not in unfit]),
-        envs=chance.randint(2, 4) if pools else chance.randint(1, 4),
+        policy=policy,
+        envs=1 if policy == "perturbed" else envs,
         workers=1 if backend == "here" else chance.randint(1, 3),
         steps=chance.choice([1, 2, 3, 5, 8, 20]),
         draws=chance.random() < 0.4,
@@ -289,7 +299,10 @@ def draw(number: int) -> Case:
     if env == "double":
         case = replace(case, options=case.options | {"observation_dtype": "float32"})
     batches = chance.randint(2, 8)
-    may = tuple(event for event in EVENTS if event != "reload" or sink != "recorder")
+    # A recorder has one collector; what a perturbed policy weighs is up to its environment.
+    barred = {"reload"} if sink == "recorder" else set()
+    barred |= {"update", "some", "each", "reload", "evaluate"} if policy == "perturbed" else set()
+    may = tuple(event for event in EVENTS if event not in barred)
     events = tuple(chance.choice(may) if chance.random() < 0.5 else "" for _ in range(batches))
     return replace(case, events=events)
 

@@ -130,6 +130,7 @@ class Checker:
         labelled: Whether the version of a frame is the tag of the weights.
         bonus: What each reward has on top.
         mode: What a ``"typed"`` policy has to read.
+        perturbed: Whether each episode has weights of its own.
         n_steps: Of `MultiStep`; zero without.
         gamma: Of `MultiStep`.
         agents: Agents of an environment.
@@ -144,6 +145,7 @@ class Checker:
     labelled: bool = True
     bonus: float = 0.0
     mode: float | None = None
+    perturbed: bool = False
     n_steps: int = 0
     gamma: float = 1.0
     agents: int = 1
@@ -156,6 +158,9 @@ class Checker:
     last: dict[int, Frame] = field(default_factory=dict)
     owners: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Per trajectory id, its environment and episode."""
+    returns: list[float] = field(default_factory=list)
+    """Of the episodes that ended, each the mean over its agents."""
+    sums: dict[tuple[int, int], float] = field(default_factory=dict)
     loose: set[int] = field(default_factory=set)
     """Environments that may begin anew with their next frame."""
 
@@ -164,7 +169,12 @@ class Checker:
         self.loose = set(self.last)
 
     def batch(self, batch: TensorDictBase, exactly: int | None = None) -> None:
-        """Check a batch; ``exactly``: the version that all of it must have."""
+        """Check a batch.
+
+        Args:
+            batch: Frames; those of one environment in the order of time.
+            exactly: The version that all of it must have.
+        """
         acts = self.acts
         frames = list(frames_of(batch))
         for frame in frames:
@@ -195,10 +205,15 @@ class Checker:
         if acts:
             echo = float(number + 16 * step)
             require(frame.action[1] == echo, f"{frame}: the action is {frame.action}, not {echo}")
-            require(tag in range(self.newest + 1), f"{frame}: weights {tag} were never sent")
+            if self.perturbed:
+                require(tag == -1 - episode, f"{frame}: weights {tag}")
+            else:
+                require(tag in range(self.newest + 1), f"{frame}: weights {tag} were never sent")
             labelled = not self.labelled or made is None or tag == made
             require(labelled, f"{frame}: weights of version {tag}, labelled {made}")
-        self._paid(frame, tag)
+        # Sums over random actions cannot be told from the first of them.
+        if acts or not self.n_steps:
+            self._paid(frame, tag)
         self._entries(frame, acts)
         if not self.n_steps:
             self._ends(frame, number // self.agents, episode, step)
@@ -254,12 +269,22 @@ class Checker:
             self._after(before, frame, acts)
         elif not self.gaps:
             require(step == 0, f"{frame}: the first of its environment")
+        self._sum_up(frame)
         self.loose.discard(number)
         self.last[number] = frame
         if self.unique and frame.trajectory is not None:
             owner = number // self.agents, episode
             known = self.owners.setdefault(frame.trajectory, owner)
             require(known == owner, f"{frame}: trajectory {frame.trajectory} is that of {known}")
+
+    def _sum_up(self, frame: Frame) -> None:
+        number, episode, _ = frame.place
+        owner, agent = divmod(number, self.agents)
+        place = owner, episode
+        self.sums[place] = self.sums.get(place, 0.0) + frame.reward / self.agents
+        # Agents come one after the other, each with all its frames of a batch.
+        if frame.done and agent == self.agents - 1:
+            self.returns.append(self.sums.pop(place))
 
     def _after(self, before: Frame, frame: Frame, acts: bool) -> None:
         number, episode, step = frame.place

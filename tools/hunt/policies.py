@@ -13,7 +13,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tools.hunt.worlds import GROUP, NUMBER, STEP
+from tools.hunt.worlds import GROUP, NUMBER, STEP, at_reset
 
 MODES = {mode: float(at) for at, mode in enumerate(InteractionType)}
 
@@ -51,16 +51,21 @@ class Acting(nn.Module):
         with torch.no_grad():
             bias[0] = float(version)
 
+    def replace(self, episode: int) -> None:
+        """Put another tensor in the place of the bias, with a tag for the episode."""
+        bias = self.layer.bias
+        bias.data = torch.tensor([-1.0 - episode, 0.0], device=bias.device)
+
     def forward(self, observation: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
         """Return the action; with memory also the steps since the reset, else perhaps a draw."""
         action = self.layer(observation)
         if hidden is not None:
             return action, hidden + 1
         if self.extra == "drawing":
-            return action, torch.rand(observation.shape[:-1])
+            return action, torch.rand(observation.shape[:-1], device=observation.device)
         if self.extra == "typed":
             kind = interaction_type() or InteractionType.RANDOM
-            return action, torch.full(observation.shape[:-1], MODES[kind])
+            return action, observation.new_full(observation.shape[:-1], MODES[kind])
         return action
 
 
@@ -85,7 +90,7 @@ class _Carrying(nn.Module):
         """Act, and count one more."""
         shown = tensordict["observation"]
         before = tensordict.get("carried", None)
-        before = torch.zeros(shown.shape[:-1]) if before is None else before
+        before = shown.new_zeros(shown.shape[:-1]) if before is None else before
         tensordict["action"], tensordict["carried"] = self.acting(shown), before + 1
         return tensordict
 
@@ -99,7 +104,7 @@ class _Numpy(nn.Module):
 
     def forward(self, observation: torch.Tensor) -> Any:
         """Return the action as an array."""
-        return self.acting(observation).detach().numpy()
+        return self.acting(observation).detach().cpu().numpy()
 
 
 def make_policy(kind: str, env: str = "fresh") -> tuple[Any, Acting]:
@@ -110,6 +115,7 @@ def make_policy(kind: str, env: str = "fresh") -> tuple[Any, Acting]:
         env: The kind of the environment, which decides the names of entries.
     """
     acting = Acting(kind)
+    at_reset.clear()
     group: tuple[str, ...] = (GROUP,) if env == "agents" else ()
     observation, action = (*group, "observation"), (*group, "action")
     if kind == "random":
@@ -125,7 +131,10 @@ def make_policy(kind: str, env: str = "fresh") -> tuple[Any, Acting]:
         policy = TensorDictModule(acting, *keys)
         policy.state_shapes = {"hidden": (1,)}
         return policy, acting
-    inner = _Plain(acting) if kind == "linear" else acting
+    if kind == "perturbed":
+        # The environment sets the weights at each reset, behind the collector's back.
+        at_reset.append(acting.replace)
+    inner = _Plain(acting) if kind in ("linear", "perturbed", "cached") else acting
     extra = {"drawing": ["drawn"], "typed": ["mode"]}.get(kind, [])
     return TensorDictModule(inner, [observation], [action, *extra]), acting
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from tools.hunt.build import GAMMA, N_STEPS, build
 from tools.hunt.cases import Case
 from tools.hunt.checks import Checker, check_slices, frames_of, require
 from tools.hunt.policies import MODES, make_policy
-from tools.hunt.worlds import start_counting
+from tools.hunt.worlds import _counters, length, make_one, reward, start_counting
 
 SLICE = 2
+RETURNS = ("episodes", "return_min", "return_max")
 ROWS = 20_000
 
 
@@ -42,14 +45,16 @@ def _mode(case: Case) -> float | None:
 def checker_of(case: Case) -> Checker:
     """Return what checks the frames of a case."""
     options = case.options
-    early = case.env == "NextStep"
+    early = case.early
     random: int | None = options.get("init_random_frames", 0)
-    if random and early:
-        # The frames that laggards stepped ahead are delivered later than others.
-        random += case.frames
+    if random:
+        # Frames that laggards stepped ahead, and rollouts of slow workers, are delivered later.
+        late = 1 if case.together or case.backend == "here" else 3 * case.workers
+        random += late * case.frames * options.get("num_workers_per_collector", 1)
     several = options.get("postproc") == "multistep"
     own = {"update_at_each_batch", "update_after_each_batch", "max_weight_update_interval"}
     own |= {"update_interval", "weight_updater"}
+    perturbed = case.policy == "perturbed"
     regroups = {"trajs_per_batch", "trajs_per_write"} & set(options)
     cuts = {"seed", "reset", "reload"} & set(case.events) or "reset_at_each_iter" in options
     lost = case.sink != "batches" and bool(cuts)
@@ -57,7 +62,8 @@ def checker_of(case: Case) -> Checker:
         limit=options.get("max_frames_per_traj"),
         cuts=early or bool({"reset_at_each_iter", "set_truncated"} & set(options)),
         random=None if case.policy == "random" else random,
-        labelled=not own & set(options),
+        labelled=not perturbed and not own & set(options),
+        perturbed=perturbed,
         bonus=options.get("create_env_kwargs", {}).get("bonus", 0.0),
         mode=_mode(case),
         n_steps=N_STEPS if several else 0,
@@ -131,6 +137,10 @@ class _Run:
         self.checker = checker_of(case)
         self.held: list[tuple[TensorDictBase, TensorDictBase]] = []
         self.found: list[TensorDictBase] = []
+        self.unsent: int | None = None
+        """Batches since weights were changed and not sent."""
+        self.warned = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
         self.exactly: int | None = 0
         self.reloaded = False
         self.life = 0
@@ -160,6 +170,7 @@ class _Run:
         if self.policy is None:
             return
         self.version += 1
+        self.unsent = None
         self.checker.newest = max(self.checker.newest, self.version)
         self.acting.tag(self.version)
         if how.pop("each", False):
@@ -187,6 +198,7 @@ class _Run:
             "globals": self._toggle,
             "rollout": self._rollout,
             "silent": self._silent,
+            "evaluate": self._evaluate,
         }
         if event:
             simple[event]()
@@ -227,9 +239,40 @@ class _Run:
 
     def _silent(self) -> None:
         """Train without sending: workers go on with what they have."""
-        own = not self.checker.labelled
-        if self.case.backend != "here" and self.policy is not None and not own:
+        unfit = self.policy is None or not self.checker.labelled or self.version
+        if self.case.backend != "here" and not unfit:
             self.acting.tag(2**21)
+            self.unsent = 0
+
+    def check_warned(self) -> None:
+        """Raise if weights that were changed and not sent are still news to nobody."""
+        if self.unsent is None:
+            return
+        self.unsent += 1
+        told = any("update_policy_weights_" in str(each.message) for each in self.warned)
+        require(told or self.unsent < 2, "no warning about weights that were never sent")
+
+    def _evaluate(self) -> None:
+        """Play episodes with the newest weights."""
+        case, count = self.case, 3
+        fit = case.policy not in ("random", "perturbed", "numpy", "cached") and not case.pool
+        if not fit or case.env in ("agents", "double") or case.background:
+            return
+        number = 16 * 100
+        makes = partial(make_one, 100, case.env, case.draws)
+        _counters.pop(100, None)
+        tag = float(self.version)
+        self.acting.tag(self.version)
+        with gleanrl.Evaluator(
+            makes, self.policy, num_trajectories=count, backend="inline", seed=case.seed
+        ) as evaluator:
+            found = evaluator.evaluate()
+        found_lengths, returns = found.lengths.tolist(), found.returns.tolist()
+        # The environment has been reset once or twice before its first episode that counts.
+        played = [[length(number, first + at) for at in range(count)] for first in range(3)]
+        require(found_lengths in played, f"evaluated episodes of {found_lengths} steps")
+        paid = [sum(reward(number, step, tag) for step in range(steps)) for steps in found_lengths]
+        require(returns == paid, f"evaluated {returns}, not {paid}")
 
     def batch(self) -> bool:
         """Collect a batch and check it; return whether there was one."""
@@ -249,7 +292,7 @@ class _Run:
         require(batch.names[-1] == "time", f"the last dimension is called {batch.names[-1]!r}")
         # Pools that reset in their next step deliver first what was left over, as it was made.
         sync = self.case.together or self.case.backend == "here"
-        sync = sync and self.case.env != "NextStep" and not regrouped
+        sync = sync and not self.case.early and not regrouped
         self.checker.batch(batch, self.exactly if sync and self.checker.labelled else None)
         for kept, copy in self.held:
             require(bool((kept == copy).all()), "a batch changed in the learner's hands")
@@ -265,8 +308,11 @@ class _Run:
         if self.case.sink == "recorder":
             with self.buffer:
                 pass
-            rows = gleanrl.load_dataset(self.folder / "data")
-            self.checker.batch(rows)
+            self.checker.batch(gleanrl.load_dataset(self.folder / "data"))
+            card = json.loads((self.folder / "data" / "card.json").read_text())
+            if self.checker.returns and self.counts_all:
+                theirs = [card["episodes"], *(card["returns"][name] for name in ("min", "max"))]
+                self.compare_returns(theirs)
             return
         if len(self.buffer):
             self.checker.batch(self.in_time(self.buffer[:]))
@@ -296,11 +342,27 @@ class _Run:
         if not (whole or lost or self.case.backend == "nodes" or self.case.writers > 1):
             counted = stats["frames"]
             require(counted == self.checker.seen, f"{self.checker.seen} frames, not {counted}")
+        if self.checker.returns and self.counts_all and self.case.sink == "batches":
+            self.compare_returns([stats[name] for name in RETURNS])
         if "logger" in self.case.options:
             self.collector.shutdown()
             with (self.folder / "log.csv").open() as file:
                 frames = [float(row["frames"]) for row in csv.DictReader(file)]
             require(frames == sorted(frames), f"the log's frames are {frames}")
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether every episode that was counted is in the frames that were seen."""
+        case, odd = self.case, {"reset_at_each_iter", "set_truncated", "postproc", "compact_obs"}
+        odd |= {"trajs_per_batch", "split_trajs", "preemptive_threshold", "total_frames"}
+        cut = {"seed", "reset", "reload", "rollout"} & set(case.events) or odd & set(case.options)
+        return not cut and not case.early and case.backend in ("here", "sync")
+
+    def compare_returns(self, theirs: Sequence[float]) -> None:
+        """Compare a number of episodes, the least and the largest return with the frames'."""
+        ours = self.checker.returns
+        close = np.allclose(theirs, (len(ours), min(ours), max(ours)), rtol=1e-5)
+        require(close, f"{theirs} episodes, least and largest return; the frames say {ours}")
 
 
 def iterate(case: Case, **more: Any) -> list[TensorDictBase]:
@@ -310,6 +372,7 @@ def iterate(case: Case, **more: Any) -> list[TensorDictBase]:
         for event in case.events:
             if not run.batch():
                 break
+            run.check_warned()
             run.check_sample()
             run.happen(event)
         if run.buffer is not None:
@@ -368,7 +431,7 @@ def same(one: list[TensorDictBase], other: list[TensorDictBase], what: str) -> N
     for at, (mine, yours) in enumerate(zip(one, other, strict=True)):
         for key in mine.keys(True, True):
             if key in yours.keys(True, True):
-                alike = torch.equal(mine[key], yours[key])
+                alike = torch.equal(mine[key].cpu(), yours[key].cpu())
                 require(alike, f"{what}: batch {at} differs in {key}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -28,6 +29,8 @@ GROUP = "agent"
 _ENVS_PER_WORKER = 16
 _counters: defaultdict[int, Any] = defaultdict(count)
 """Per worker, how many environments were made for it in this process."""
+at_reset: list[Callable[[int], None]] = []
+"""Called with the episode where one begins in this process; what they do is part of the world."""
 
 
 def mixed(number: int, episode: int) -> int:
@@ -78,6 +81,8 @@ class Life:
         """Begin the next episode."""
         self.episode += 1
         self.steps = 0
+        for call in at_reset:
+            call(self.episode)
 
     def step(self) -> tuple[bool, bool]:
         """Take a step; return whether it terminates or truncates the episode."""
@@ -195,7 +200,7 @@ class Native(EnvBase):
         return TensorDict({"observation": torch.as_tensor(observation.copy()), **ends}, [])
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        observation, paid, *ends, _info = self._gymnasium.step(tensordict["action"].numpy())
+        observation, paid, *ends, _info = self._gymnasium.step(tensordict["action"].cpu().numpy())
         flags = dict(zip(("terminated", "truncated"), ends, strict=True)) | {"done": any(ends)}
         shown = {name: torch.tensor([flag]) for name, flag in flags.items()}
         shown |= {
@@ -261,7 +266,7 @@ def start_counting() -> None:
 
 
 def make_vector(
-    worker: int, mode: str, envs: int, draws: bool, kind: str = "fresh"
+    worker: int, mode: str, envs: int, draws: bool, kind: str
 ) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Make a vectorised environment."""
     members = [partial(make_one, worker, kind, draws)] * envs
