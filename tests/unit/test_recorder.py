@@ -469,6 +469,21 @@ def test_a_table_refuses_flags_that_it_has_no_column_for(tmp_path):
         gleanrl.convert_dataset(tmp_path / "once", tmp_path / "once-table", "parquet")
 
 
+@pytest.mark.parametrize(("envs", "known"), [(1, True), (3, False)])
+def test_episodes_without_ids_are_counted_only_if_one_environment_made_them(tmp_path, envs, known):
+    with Recorder(tmp_path / "data") as recorder:
+        for _ in Collector(
+            "CartPole-v1",
+            num_envs=envs,
+            frames_per_batch=30,
+            total_frames=300,
+            track_traj_ids=False,
+            replay_buffer=recorder,
+        ):
+            pass
+    assert ("episodes" in card_of(tmp_path / "data")) is known
+
+
 def test_a_card_without_entries_is_no_dataset(recorded, tmp_path):
     path = shutil.copytree(recorded / "tensordict-v0", tmp_path / "data")
     (path / "card.json").write_text(json.dumps({**card_of(path), "keys": []}))

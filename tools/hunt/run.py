@@ -310,7 +310,7 @@ class _Run:
                 pass
             self.checker.batch(gleanrl.load_dataset(self.folder / "data"))
             card = json.loads((self.folder / "data" / "card.json").read_text())
-            if self.checker.returns and self.counts_all:
+            if self.checker.returns and self.counts_all and "episodes" in card:
                 theirs = [card["episodes"], *(card["returns"][name] for name in ("min", "max"))]
                 self.compare_returns(theirs)
             return

@@ -38,7 +38,8 @@ def run(options: InspectOptions) -> int:
     stats = total(dataset)
     lines = _describe(dataset)
     if stats is None:
-        lines.append(("episodes", "unknown: no rewards or no end flags under 'next'"))
+        lack = "no rewards or no end flags under 'next', or no trajectory ids"
+        lines.append(("episodes", f"unknown: {lack}"))
     else:
         lines += describe_episodes(stats)
     try:

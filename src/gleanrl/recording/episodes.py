@@ -182,12 +182,14 @@ def total(dataset: Dataset) -> EpisodeStats | None:
     """Add up the episodes of a dataset, a bounded number of frames at a time.
 
     Returns:
-        ``None`` if the data have no rewards or no end flags.
+        ``None`` if the data have no rewards or no end flags, or if rows of several environments
+        have no trajectory ids.
     """
     keys = dataset.keys()
     ends = end_keys(keys)
     rewards = [key for key in keys if key[0] == NEXT and key[1:] and key[-1] == "reward"]
-    if not ends or not rewards:
+    count = dataset.metadata.facts.get("num_envs")
+    if not ends or not rewards or not (TRAJ_IDS in keys or count == 1):
         return None
     stats = EpisodeStats()
     for part in dataset.parts:
@@ -203,7 +205,6 @@ def total(dataset: Dataset) -> EpisodeStats | None:
                 _side_by_side(flags, rows, torch.bool).any(1).numpy()[None],
                 None if ids is None else ids[:, rows],
             )
-    count = dataset.metadata.facts.get("num_envs")
     if TRAJ_IDS in keys and dataset.writers > 1 and is_count(count) and count:
         stats.in_turns(count)
     return stats
