@@ -1,4 +1,4 @@
-"""Environments, each made to step into preallocated memory.
+"""Environments, adapted to step into preallocated memory.
 
 A namespace over this package and the classes that need worker processes, which live further out;
 modules import each other, never this.

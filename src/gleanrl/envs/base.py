@@ -1,4 +1,4 @@
-"""The base of our own environments with TensorDict methods."""
+"""The base of GleanRL's environments with TensorDict methods."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ class EnvBase(nn.Module, abc.ABC):
     _device: torch.device | None = None
     _may_begin_done = False
     _own_specs: Mapping[str, Composite] = {}
-    """What was declared."""
+    """The declared specs."""
     _known: EnvSpecs | None = None
-    """The same, completed; made when it is asked for."""
+    """The same specs, completed at the first use."""
     info_entries: Sequence[Key] = ()
     """Observations that are requested info entries. Internal to the package."""
     specs_assigned = False
@@ -178,7 +178,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     @property
     def _env_specs(self) -> EnvSpecs:
-        """What is declared; a subclass that has to find out first overrides this."""
+        """The declared specs; a subclass that must find them out first overrides this."""
         if self._known is None:
             batch = self._batch
             specs = {name: Composite(shape=batch) for name in SPEC_GROUPS}
@@ -206,18 +206,18 @@ class EnvBase(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Carry out the actions in ``tensordict`` and return what belongs under ``"next"``."""
+        """Carry out the actions in ``tensordict`` and return the entries under ``"next"``."""
 
     @abc.abstractmethod
     def _set_seed(self, seed: int | None) -> None:
-        """Seed what the environment draws, from its next reset on.
+        """Seed the environment's random numbers, from its next reset on.
 
         Where it `_returns_all`: environment ``i`` with ``seed + i``, or all with ``seed`` if told
         ``static=True``, a second argument that others do not have.
         """
 
     def _close(self) -> None:  # nothing to release is usual
-        """Release what the environment holds. Called once."""
+        """Release the environment's resources. Called once."""
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     @property
     def device(self) -> torch.device | None:
-        """Where data are returned; ``None`` if nothing was said."""
+        """The device of returned data; ``None`` if it is not set."""
         return self._env_specs.device
 
     full_observation_spec = _spec("observation", "Specs of everything shown, at both places.")
@@ -256,7 +256,7 @@ class EnvBase(nn.Module, abc.ABC):
 
     @property
     def output_spec(self) -> Composite:
-        """Specs of what is returned, as ``"full_..._spec"``."""
+        """Specs of all outputs, as ``"full_..._spec"``."""
         return self._grouped("observation", "reward", "done")
 
     def _grouped(self, *groups: str) -> Composite:
@@ -265,11 +265,11 @@ class EnvBase(nn.Module, abc.ABC):
 
     @property
     def reset_keys(self) -> list[NestedKey]:
-        """Keys of the masks that say what to reset."""
+        """Keys of the masks of environments to reset."""
         return _spelled(self._env_specs.ends.reset_keys)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Return one step filled with zeros: right keys, shapes and dtypes, nothing stepped."""
+        """Return one step of zeros with the right keys, shapes and dtypes, without stepping."""
         specs = self._env_specs
         fake = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for tree in (specs.observation, specs.state, specs.action, specs.done):
@@ -285,7 +285,7 @@ class EnvBase(nn.Module, abc.ABC):
         return self
 
     def add_truncated_keys(self: Self) -> Self:
-        """Declare ``"truncated"`` beside every ``"done"`` that lacks it; it is never set by a step.
+        """Declare ``"truncated"`` next to every ``"done"`` that lacks it; no step sets it.
 
         Changes and returns this environment.
         """
@@ -360,7 +360,7 @@ class EnvBase(nn.Module, abc.ABC):
         before: TensorDictBase | None,
         masks: Mapping[Key, torch.Tensor],
     ) -> None:
-        """Add what environments not reset had before, and check that the others begin."""
+        """Add the entries of environments that were not reset, and check that the others begin."""
         for prefix in {key[:-1] for key in masks}:
             mask = masks[(*prefix, "_reset")]
             old = None if before is None else before.get(prefix, None) if prefix else before
@@ -381,7 +381,7 @@ class EnvBase(nn.Module, abc.ABC):
                     )
 
     def _complete_step(self, after: TensorDictBase) -> None:
-        """Give rewards their declared shape; check that they are there."""
+        """Give rewards their declared shape; check that none is missing."""
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
         for key, spec in self._env_specs.reward.leaves().items():
             if _shaped(after, key, (*lead, *spec.shape)) is None:
@@ -510,7 +510,7 @@ class EnvBase(nn.Module, abc.ABC):
         enough: float,
         stay: bool,
     ) -> list[TensorDictBase]:
-        """Step until ``enough`` environments have ended; those that have ``stay`` so, as shown."""
+        """Step until ``enough`` environments have ended; ended ones ``stay`` so, as shown."""
         steps: list[TensorDictBase] = []
         over: set[int] = set()
         for _ in range(max_steps):
@@ -549,7 +549,7 @@ class EnvBase(nn.Module, abc.ABC):
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        """Give end flags their declared shape. Missing ones follow from the others, or are down."""
+        """Give end flags their declared shape. Missing flags follow from others, or are False."""
         known = self._env_specs
         lead = data.batch_size[: data.ndim - len(self.batch_size)]
         for group in () if self._returns_all else known.ends.groups:
@@ -591,13 +591,13 @@ class EnvBase(nn.Module, abc.ABC):
         return seed if static_seed else seed + self.batch_size.numel() - 1
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
-        """Return what must survive a restart; empty unless a subclass keeps something."""
+        """Return the state that must survive a restart; empty unless a subclass has one."""
         return {}
 
     def load_state_dict(  # type: ignore[override]  # of environments
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Restore what `state_dict` returned.
+        """Restore a state from `state_dict`.
 
         Raises:
             ConfigError: there is something to restore, and ``strict`` is true.
@@ -621,7 +621,7 @@ class EnvBase(nn.Module, abc.ABC):
 def keep_unset(
     new: TensorDictBase, old: TensorDictBase, chosen: torch.Tensor, apart: Container[str] = ()
 ) -> None:
-    """Put back into ``new`` what ``old`` has where ``chosen`` is not set, but for ``apart``."""
+    """Copy entries of ``old`` to ``new`` where ``chosen`` is not set, except ``apart``."""
     for name, value in new.items():
         was = old.get(name, None)
         if was is None or name in apart:
@@ -636,7 +636,7 @@ def keep_unset(
 def _following(
     before: Any, after: Any, gone: Container[Key], at: Key = ()
 ) -> TensorDictBase | None:
-    """Return ``before`` with what ``after``, which is under ``"next"``, has but for ``gone``.
+    """Return ``before`` with the entries of ``after``, the part under ``"next"``, except ``gone``.
 
     Entries are put together as they are, in a third of the time that `TensorDict.update` takes.
     ``None`` if the two are not plain TensorDicts of tensors that are alike.
@@ -667,7 +667,7 @@ def _names(data: TensorDictBase) -> Collection[str]:
 
 
 def _shaped(data: TensorDictBase, key: Key, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return an entry of ``data``, if it is there, after giving it ``shape`` if its size allows."""
+    """Return an entry of ``data``, if it exists, with ``shape`` if its size allows."""
     value: torch.Tensor | None = data.get(key, None)
     if value is not None and value.shape != shape and value.numel() == math.prod(shape):
         value = value.reshape(shape)

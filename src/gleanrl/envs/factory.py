@@ -1,4 +1,4 @@
-"""What users call an environment: an id, its registered spec, or a callable that makes one."""
+"""Environments as users name them: an id, its registered spec, or a callable that makes one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env
 
 EnvFactory: TypeAlias = str | gym.envs.registration.EnvSpec | Callable[..., Any]
-"""What makes one environment per call: an id, its registered spec, or a callable."""
+"""The source of one environment per call: an id, its registered spec, or a callable."""
 _PLUGINS = {"ALE": "ale_py", "MiniGrid": "minigrid", "HighwayEnv": "highway_env"}
-"""Packages whose environments exist only once they were imported, by namespace."""
+"""Packages whose environments exist only after an import, by namespace."""
 
 
 def is_built(given: Any) -> bool:
@@ -33,7 +33,7 @@ def is_built(given: Any) -> bool:
 
 
 def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return ``given`` if it is built, else what it makes with ``kwargs``, of any kind.
+    """Return ``given`` if it is built, else the object that it makes with ``kwargs``.
 
     A callable may also return an id. An environment of PettingZoo's gets TensorDict methods.
 
@@ -73,7 +73,7 @@ def is_id(given: Any) -> bool:
 
 
 def per_env(name: str, given: Any, number: int, argument: str = "num_workers") -> list[Any]:
-    """Return one entry of ``given`` per environment: each its own, or all the same one.
+    """Return one entry of ``given`` per environment: its own, or the same for all.
 
     Raises:
         ConfigError: another number of entries, or nothing that can be one.
@@ -88,7 +88,7 @@ def per_env(name: str, given: Any, number: int, argument: str = "num_workers") -
 
 
 def check_factories(factories: Sequence[Any]) -> None:
-    """Find what cannot make an environment, before anything is made.
+    """Raise an error for objects that cannot make an environment, before making any.
 
     Raises:
         ConfigError: names the entry.
@@ -141,7 +141,7 @@ def check_ignored(kind: type, arguments: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def closed_on_error(made: Sequence[Any]) -> Iterator[None]:
-    """Close every environment that ``made`` holds by then, each once, if the block raises."""
+    """If the block raises, close every environment in ``made``, each once."""
     try:
         yield
     except BaseException:
@@ -222,7 +222,7 @@ _CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEn
 
 
 def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Take out the two wrappers that only check how an environment is called.
+    """Remove the two wrappers that only check the calls of an environment.
 
     They cost a tenth of a cheap step. This library resets before it steps, and checks itself what
     comes back. All other wrappers stay, and so does an environment that the user made and kept.

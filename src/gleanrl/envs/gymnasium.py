@@ -1,4 +1,4 @@
-"""Single Gymnasium environments, several of them stepped one after the other into one window."""
+"""Single Gymnasium environments, stepped one after the other into one window."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class GymSource:
     """``()`` for a single environment, else ``(P,)`` or nested batches of ``P`` altogether."""
     options: GymOptions
     seeds: tuple[int | None, ...] = ()
-    """What the next reset of each environment is to be seeded with."""
+    """The seed of each environment's next reset."""
 
 
 class WindowEnv:
-    """What the adapters of single and of vectorised environments share: fields and actions."""
+    """The common part of adapters of single and of vectorised environments: fields and actions."""
 
     can_cut = True
     _leaf_writer = LeafWriter
@@ -355,7 +355,7 @@ Call: TypeAlias = Callable[[Any], Any]
 
 
 class _StepCalls:
-    """The `step` methods of ``P`` environments, as they are when a rollout begins.
+    """The `step` methods of ``P`` environments at the start of a rollout.
 
     The first result of every environment is checked. It also tells whether results have to be
     copied at once: those of environments that return memory of one another, or rewards that are
@@ -368,7 +368,7 @@ class _StepCalls:
         self._envs = envs
         self._check = check
         self._first_results: dict[int, Any] = {}
-        """Kept until all are there: memory that was given back would be taken for shared."""
+        """Kept until all have returned, because released memory would look like shared memory."""
         self._seen_all = False
         self._copies = False
         self._calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""The adapter for what a user calls an environment: something that steps into memory."""
+"""The adapter that steps a user's environment into memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_env(options: EnvOptions) -> Made:
 
 
 def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
-    """Return the environment of ``given``; one that did not exist before is put into ``made``."""
+    """Return the environment of ``given``; add a new environment to ``made``."""
     env = build(given, kwargs)
     if not is_built(env):
         raise ConfigError(
@@ -99,7 +99,7 @@ def _vector_already(env: Any, num_envs: int) -> ConfigError:
 
 
 def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
-    """Return what steps ``env``; one that is ``fresh`` nobody else has, so it may be changed."""
+    """Return the adapter of ``env``; a ``fresh`` one has no other user, so it may be changed."""
     if is_vector_env(env):  # first: EnvPool's are single environments, too, by their class
         return make_vector(env, options)
     if isinstance(env, gym.Env):

@@ -30,7 +30,7 @@ class _NotSent:
     reason: str
 
     def __call__(self, **kwargs: Any) -> Any:
-        """Say so.
+        """Raise the error that names the environment and the reason.
 
         Raises:
             ConfigError: always.
@@ -44,16 +44,16 @@ class _NotSent:
 
 @dataclass(frozen=True, slots=True)
 class Registrations:
-    """The registered environments of a process, to be registered in another one, too."""
+    """The registered environments of a process, for registration in another one."""
 
     process: tuple[uuid.UUID, int]
     specs: tuple[tuple[tuple[str, ...], bytes], ...]
     """Ids, and their specs as bytes."""
     script: tuple[tuple[str, bytes], ...] = ()
-    """What specs name as ``"__main__:..."``, by name, as bytes."""
+    """Objects that specs name as ``"__main__:..."``, by name, as bytes."""
 
     def restore(self) -> None:
-        """Register here what is not, or differs."""
+        """Register environments that are missing or different in this process."""
         if self.process == _this_process():
             return
         # A package that registers its environments when one of them is made finds them here.
@@ -78,7 +78,7 @@ def _not_sent(name: str, err: Exception) -> gym.envs.registration.EnvSpec:
 
 
 def registrations(dump: Callable[[Any], bytes]) -> Registrations:
-    """Return what is registered in this process.
+    """Return the registered environments of this process.
 
     Args:
         dump: Pickles by value what other processes cannot import.
@@ -102,7 +102,7 @@ def registrations(dump: Callable[[Any], bytes]) -> Registrations:
 def _named_in_script(
     specs: Iterable[gym.envs.registration.EnvSpec], dump: Callable[[Any], bytes]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield what ``specs`` name as ``"__main__:..."``: other processes have another script."""
+    """Yield the objects of ``"__main__:..."`` in ``specs``, which other processes lack."""
     paths: set[Any] = {p for spec in specs for p in (spec.entry_point, spec.vector_entry_point)}
     paths |= {each.entry_point for spec in specs for each in spec.additional_wrappers}
     for path in paths:

@@ -76,7 +76,7 @@ class SerialEnv(EnvBase):
 
     @classmethod
     def of(cls, envs: Sequence[Any]) -> SerialEnv:
-        """Return a batch of environments that are built already, taken over if they fit together.
+        """Return a batch of built environments, taken over if they fit together.
 
         Raises:
             ConfigError: environments that do not fit together; they are left open.
@@ -120,7 +120,7 @@ class SerialEnv(EnvBase):
         return self._stack([step.get(NEXT) for step in steps])
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw actions: of all environments at once, unless one of ours has a way of its own."""
+        """Draw actions of all environments at once, unless one of them has its own method."""
         if not any(_draws_itself(env) for env in self._envs):
             return super().rand_action(tensordict)
         roots = [None] * len(self._envs) if tensordict is None else tensordict.unbind(0)
@@ -143,7 +143,7 @@ class SerialEnv(EnvBase):
     # -- access ----------------------------------------------------------------------------------
 
     def get_attr(self, path: str) -> list[Any]:
-        """Return what ``path`` names in every environment, ``"members[0].unwrapped.gravity"`` say.
+        """Return the object at ``path`` in every environment: ``"members[0].unwrapped.gravity"``.
 
         Raises:
             AttributeError: there is nothing of that name.
@@ -151,7 +151,7 @@ class SerialEnv(EnvBase):
         return [paths.resolve(env, path) for env in self._envs]
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method that ``path`` names in every environment; one result for each."""
+        """Call the method at ``path`` in every environment; return one result for each."""
         return [paths.call(env, path, args, kwargs) for env in self._envs]
 
     # -- life ------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class SerialEnv(EnvBase):
 
 
 def _draws_itself(env: Any) -> bool:
-    """Tell whether an environment of ours, or one in it, has a `rand_action` of its own."""
+    """Tell whether an environment of GleanRL's, or one in it, overrides `rand_action`."""
     draws = getattr(env.rand_action, "__func__", None)
     if isinstance(env, SerialEnv) and draws is SerialEnv.rand_action:
         return any(map(_draws_itself, env.members))
@@ -196,7 +196,7 @@ def _draws_itself(env: Any) -> bool:
 
 
 def gym_source(env: Any) -> GymSource | None:
-    """Return the Gymnasium environments inside ``env``, if stepping them is all that it does.
+    """Return the Gymnasium environments inside ``env``, if ``env`` only steps them.
 
     That is so for a `GymEnv`, and a `SerialEnv` of such that are alike, on the CPU, if no method
     was replaced.
@@ -217,7 +217,7 @@ def gym_source(env: Any) -> GymSource | None:
 
 
 def continue_from(env: Any, root: TensorDictBase) -> None:
-    """Have ``env``, which has a `gym_source`, take over what a reset of that has returned."""
+    """Pass the results of a reset of ``env``'s `gym_source` to ``env``."""
     if isinstance(env, GymEnv):
         env.continue_from(root)
         return

@@ -34,7 +34,7 @@ class Leaf:
 
     key: Key
     path: Path
-    """How to find it in a value of the space: dictionary keys and tuple indices."""
+    """Its path in a value of the space: dictionary keys and tuple indices."""
     space: gym.Space[Any]
 
     def of(self, value: Any) -> Any:
@@ -135,7 +135,7 @@ def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
 
 
 class Actions:
-    """Actions of ``P`` environments: stored in a window, handed out as values of their space.
+    """Actions of ``P`` environments: stored in a window, passed on as values of their space.
 
     What environments receive is theirs: arrays are copies, never views of the window.
     """
@@ -212,7 +212,7 @@ class Actions:
         cause: BaseException | None = None,
         when: str = " at step {} of the rollout",
     ) -> None:
-        """Check the actions in rows ``start`` to ``stop``, once the environments had them.
+        """Check the actions in rows ``start`` to ``stop``, after the environments received them.
 
         Args:
             start: The first row.
@@ -236,7 +236,7 @@ class Actions:
 
 
 def _limits(space: gym.Space[Any], field: Field) -> Array | None:
-    """Return the first index that is none, for each entry of a discrete action.
+    """Return the first invalid index, for each entry of a discrete action.
 
     It has an unsigned dtype: seen with that, a negative index is beyond all limits.
     """
@@ -252,7 +252,7 @@ def _limits(space: gym.Space[Any], field: Field) -> Array | None:
 
 
 def _outside(values: Array, limits: Array, lowest: int) -> list[int] | None:
-    """Return where the first of ``values`` that reaches its limit is."""
+    """Return the place of the first of ``values`` that reaches its limit."""
     indices = values.view(limits.dtype)
     if indices.max(initial=0) < lowest:
         return None  # as it is nearly always
@@ -270,7 +270,7 @@ def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> An
 
 
 def _decoder(space: gym.Space[Any], categorical: bool, batched: bool) -> Callable[[Array], Any]:
-    """Return what turns stored actions into one array if ``batched``, else into ``P`` values."""
+    """Return a function from stored actions to one array if ``batched``, else to ``P`` values."""
     discrete, plain = isinstance(space, spaces.Discrete), not np.any(getattr(space, "start", 0))
     read, dtype = _reader(space, discrete and not categorical), space.dtype
     if batched:
@@ -285,7 +285,7 @@ def _decoder(space: gym.Space[Any], categorical: bool, batched: bool) -> Callabl
 
 
 def _reader(space: gym.Space[Any], one_hot: bool) -> Callable[[Array], Array]:
-    """Return what turns stored actions into an array of the values that ``space`` has."""
+    """Return a function from stored actions to an array of values of ``space``."""
     dtype, start = space.dtype, getattr(space, "start", 0)
     if one_hot:
         return lambda row: (row.argmax(-1) + start).astype(dtype)

@@ -40,14 +40,14 @@ Size: TypeAlias = Sequence[int] | int
 
 
 class Interval(NamedTuple):
-    """What numbers lie between; either side may be infinite."""
+    """The bounds of numbers; either side may be infinite."""
 
     low: torch.Tensor
     high: torch.Tensor
 
 
 class Choices(NamedTuple):
-    """How many values there are to choose from."""
+    """The number of values to choose from."""
 
     n: int
 
@@ -72,12 +72,12 @@ class TensorSpec:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are; of a group, how many leading ones."""
+        """The number of dimensions; of a group, the number of leading dimensions."""
         return len(self.shape)
 
     @property
     def space(self) -> Any:
-        """What values are chosen from."""
+        """The set of values."""
         low, high = (torch.full(self.shape, bound) for bound in (-torch.inf, torch.inf))
         return Interval(low, high)
 
@@ -127,7 +127,7 @@ class TensorSpec:
         return value.dtype == self.dtype and trailing == self.shape
 
     def project(self, value: Any) -> Any:
-        """Return ``value``, moved into the set if it is not there."""
+        """Return ``value``, moved into the set if it is outside."""
         return value if self.is_in(value) else self._project(value)
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def _between(low: torch.Tensor, high: torch.Tensor, share: torch.Tensor) -> torc
 
 
 class _Discrete(TensorSpec):
-    """Values that stand for indices; a subclass says which indices, and what stands for them."""
+    """Values that encode indices; a subclass defines the indices and their encoding."""
 
     stepwise = True
     mask: torch.Tensor | None = None
@@ -343,7 +343,7 @@ class _Discrete(TensorSpec):
         raise NotImplementedError
 
     def _values(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return what stands for ``indices``."""
+        """Return the values that encode ``indices``."""
         return indices.to(self.dtype)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
@@ -367,7 +367,7 @@ class Categorical(_Discrete):
     """Indices ``0 .. n - 1``."""
 
     _trailing = 0
-    """How many dimensions stand for one index."""
+    """The number of dimensions that encode one index."""
 
     def __init__(
         self,
@@ -391,7 +391,7 @@ class Categorical(_Discrete):
         self.update_mask(mask)
 
     def update_mask(self, mask: torch.Tensor | None) -> None:
-        """Set which values are allowed now, ``[..., n]``; ``None`` for all."""
+        """Set the currently allowed values, ``[..., n]``; ``None`` for all."""
         self.mask = None if mask is None else mask.bool()
 
     @property
@@ -478,7 +478,7 @@ class MultiCategorical(_Discrete):
 
 
 class MultiOneHot(_Discrete):
-    """One-hot vectors side by side along the last dimension, ``nvec[i]`` elements each."""
+    """One-hot vectors concatenated along the last dimension, ``nvec[i]`` elements each."""
 
     def __init__(
         self,
@@ -546,7 +546,7 @@ class Binary(_Discrete):
 
     @property
     def n(self) -> int:
-        """How many elements a vector has."""
+        """The number of elements of a vector."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -561,7 +561,7 @@ class Binary(_Discrete):
 
 
 class NonTensor(TensorSpec):
-    """Anything that is no tensor."""
+    """Any object that is not a tensor."""
 
     def __init__(
         self,
@@ -634,7 +634,7 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
 
     @property
     def batch_size(self) -> torch.Size:
-        """What the shapes of all specs start with."""
+        """The leading dimensions of all specs."""
         return self.shape
 
     # -- access ----------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
         return {as_key(k): spec for k, spec in self.items(True, True) if spec is not None}
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Tell whether there is nothing in it."""
+        """Tell whether the group has no spec."""
         return not (self.leaves() if recurse else self._specs)
 
     def __iter__(self) -> Iterator[str]:
@@ -720,7 +720,7 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
         (self[tuple(path)] if path else self)._specs.pop(name)
 
     def update(self, specs: Any) -> Composite:  # type: ignore[override]
-        """Set all of ``specs``; groups that are there already are updated."""
+        """Set all of ``specs``; update existing groups."""
         for key, spec in specs.items():
             mine = self.get(key)
             if isinstance(mine, Composite) and isinstance(spec, Mapping):

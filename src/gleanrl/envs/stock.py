@@ -1,4 +1,4 @@
-"""Whether an object does exactly what its class was written to do.
+"""Checks that an object still behaves as its class was written.
 
 Some environments are taken apart, so that what is inside can be stepped directly. That gives the
 same data only if nobody replaced a method: in a subclass, on the instance, or on the class itself.
@@ -17,10 +17,10 @@ C = TypeVar("C", bound=type)
 
 
 class Methods:
-    """Methods and properties of a class as they are when this is made."""
+    """Methods and properties of a class at the construction of this object."""
 
     def __init__(self, cls: type, names: Iterable[str] | None = None) -> None:
-        """Remember those called ``names``; all by default."""
+        """Remember the methods and properties called ``names``; all by default."""
         self._names = frozenset(names or (name for name in dir(cls) if _counts(cls, name)))
         self._read = operator.attrgetter(*self._names)
         self._found = self._read(cls)

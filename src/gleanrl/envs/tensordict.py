@@ -1,4 +1,4 @@
-"""TensorDict environments: which objects they are, what they declare, and how they are stepped.
+"""TensorDict environments: detection, declared data and stepping.
 
 Everything here works on the methods and specs alone, so it serves TorchRL's environments, ours and
 anything else that has them.
@@ -43,7 +43,7 @@ class _SpecTree(Protocol):
 
 
 SPEC_GROUPS = ("observation", "action", "reward", "done", "state")
-"""What specs are for: everything shown, actions, rewards, end flags, and other inputs."""
+"""The groups of specs: observations, actions, rewards, end flags, and other inputs."""
 _FLAG_NAMES = ("done", "terminated", "truncated")
 _MEMBERS = (
     "batch_size",
@@ -60,7 +60,7 @@ _MEMBERS = (
     "load_state_dict",
     "close",
 )
-"""What an environment must have to be stepped with TensorDicts, as TorchRL's ``EnvBase`` has."""
+"""The attributes needed for steps with TensorDicts, as TorchRL's ``EnvBase`` has them."""
 
 
 def is_tensordict_env(obj: Any) -> bool:
@@ -89,7 +89,7 @@ def spec_leaves(spec: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def spec_groups(spec: Any, ndim: int, prefix: Key = ()) -> Iterator[Group]:
-    """Yield every group of nested specs with dimensions of its own behind the first ``ndim``."""
+    """Yield every group of nested specs with further dimensions after the first ``ndim``."""
     for name, item in spec.items():
         if isinstance(item, _SpecTree):
             key, more = (*prefix, *as_key(name)), tuple(item.shape[ndim:])
@@ -168,7 +168,7 @@ def _is_plain(data: TensorDictBase) -> bool:
 
 
 def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
-    """Return the fields of ``env``, from its specs and what its first reset returned.
+    """Return the fields of ``env``, from its specs and the results of its first reset.
 
     Where the two disagree the data are believed. State entries (inputs that are no actions) are
     delivered if the reset returned them.
@@ -245,7 +245,7 @@ class EndFlags:
         )
         known = {key for group in self.groups for key in group.keys()}
         self.odd = tuple(field for key, field in fields.items() if key not in known)
-        """Flags of other names, ``"env_done"`` say: delivered like observations."""
+        """Flags of other names, such as ``"env_done"``, delivered like observations."""
         self._deciding = outermost(fields)
         self.reset_keys: tuple[Key, ...] = tuple((*prefix, "_reset") for prefix in names)
         self._shapes = {key: (*batch, *field.shape) for key, field in fields.items()}
@@ -301,7 +301,7 @@ class EndFlags:
         data.set(key, flat.reshape(value.shape))
 
     def masks(self, envs: Sequence[int]) -> dict[Key, torch.Tensor]:
-        """Return the ``"_reset"`` masks that ask for a reset of ``envs``, one per prefix."""
+        """Return the ``"_reset"`` masks for a reset of ``envs``, one per prefix."""
         masks: dict[Key, torch.Tensor] = {}
         for key, shape in self._shapes.items():
             flat = torch.zeros(
@@ -323,7 +323,7 @@ def _any_set(flag: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EnvSpecs:
-    """What an environment declares of its data, with the batch dimensions in front."""
+    """The declared data of an environment, with the batch dimensions in front."""
 
     observation: Composite
     action: Composite
@@ -361,7 +361,7 @@ def with_all_flags(done: Composite) -> Composite:
 
 @dataclass(frozen=True, slots=True)
 class EnvMetaData:
-    """What is known of an environment without having one."""
+    """The description of an environment, without the environment itself."""
 
     tensordict: TensorDictBase
     """One step filled with zeros."""
@@ -374,7 +374,7 @@ class EnvMetaData:
 
 
 def describe(env: Any) -> EnvMetaData:
-    """Return what ``env``, which has TensorDict methods, is like."""
+    """Return the description of ``env``, which has TensorDict methods."""
     return EnvMetaData(env.fake_tensordict(), env.batch_size, env.device, *spec_trees(env))
 
 
@@ -386,7 +386,7 @@ _STOCK = ("step_and_maybe_reset", "_step_and_maybe_reset", "step_mdp")
 _EXTRAS = ("_torchrl_native_autoreset", "_compiled_step_and_maybe_reset")
 """Attributes by which TorchRL's ``EnvBase`` does more, if they are set."""
 _AFTER_MDP = "_post_step_mdp_hooks"
-"""What TorchRL's ``EnvBase`` calls between `step_mdp` and `maybe_reset`, if it is set."""
+"""The method that TorchRL's ``EnvBase`` calls between `step_mdp` and `maybe_reset`, if set."""
 
 
 def steps_apart(env: Any) -> bool:
@@ -406,7 +406,7 @@ def steps_apart(env: Any) -> bool:
 
 
 class TensorDictHandle:
-    """Steps, cuts, resets, seeds, saves and closes one environment by its public methods."""
+    """Steps, truncates, resets, seeds, saves and closes one environment by its public methods."""
 
     def __init__(self, env: Any, first: TensorDictBase | None = None) -> None:
         """Take over ``env``.
@@ -417,18 +417,18 @@ class TensorDictHandle:
         """
         self.env = env
         self.root: TensorDictBase = env.reset() if first is None else first
-        """The input of the next step; whoever steps sets the action in it."""
+        """The input of the next step, in which the caller sets the action."""
         self.ends = EndFlags(env.full_done_spec, tuple(env.batch_size))
         self.num_envs = math.prod(env.batch_size)
         self.after: TensorDictBase | None = None
-        """What the last step led to."""
+        """The results of the last step."""
         self._apart = False
-        """Whether stepping and resetting can be taken apart."""
+        """Whether steps and resets can be separate calls."""
         self._after_mdp: Callable[..., tuple[TensorDictBase, TensorDictBase]] | None = None
         self._closed = False
 
     def begin(self) -> None:
-        """Look at the environment's methods as they are now; before a rollout."""
+        """Read the environment's current methods; before a rollout."""
         self._apart = steps_apart(self.env)
         self._after_mdp = getattr(self.env, _AFTER_MDP, None)
 
@@ -477,7 +477,7 @@ class TensorDictHandle:
         return ended
 
     def _cut(self, finished: TensorDictBase, cut: Sequence[int]) -> Sequence[int] | None:
-        """Truncate ``cut`` in the finished step; return who ended, ``None`` without any flag."""
+        """Truncate ``cut`` in the finished step; return ended ones, ``None`` without any flag."""
         after = finished.get(NEXT)
         if not cut:
             return self.ends.ended(after) if self.ends.any(after) else None
@@ -506,7 +506,7 @@ class TensorDictHandle:
             self.root = self.env.maybe_reset(root)
 
     def seed(self, seed: int, static: bool = False) -> int:
-        """Give ``seed`` to the environment, which derives its elements' from it.
+        """Pass ``seed`` to the environment, which derives its elements' seeds from it.
 
         Returns:
             ``seed + P - 1``: a batch of ``P`` environments counts as ``P``; ``seed`` if static.
@@ -519,11 +519,11 @@ class TensorDictHandle:
         return copy.deepcopy(dict(self.env.state_dict()))
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned; ``strict`` is passed on where the environment takes it."""
+        """Restore a state from `state`; pass ``strict`` on if the environment takes it."""
         load_env_state(self.env, state, strict)
 
     def close(self) -> None:
-        """Close the environment, unless that was done already."""
+        """Close the environment, unless it is closed."""
         # Closing twice is an error in TorchRL, whose environments tell by `is_closed`.
         if not self._closed and not getattr(self.env, "is_closed", False):
             self.env.close()
@@ -531,6 +531,6 @@ class TensorDictHandle:
 
 
 def load_env_state(env: Any, state: Mapping[str, Any], strict: bool) -> None:
-    """Restore the state of one environment; ``strict`` is passed on where it takes that."""
+    """Restore the state of one environment; pass ``strict`` on if it takes that."""
     takes_strict = "strict" in inspect.signature(env.load_state_dict).parameters
     env.load_state_dict(dict(state), **({"strict": strict} if takes_strict else {}))

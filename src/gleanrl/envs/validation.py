@@ -1,4 +1,4 @@
-"""What environments return, checked: the shape of a step and of a reset, end flags and rewards."""
+"""Checks of environments' results: the shape of a step and of a reset, end flags, rewards."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PLAIN_NUMBERS = frozenset(
     {float, int, bool, np.bool_}
     | {np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["Float"]}
 )
-"""Types of numbers that never change: a reference to one is as good as a copy."""
+"""Types of numbers that never change, so that a reference is as good as a copy."""
 
 
 def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tuple[Any, Any]:
-    """Return what ``reset`` returned.
+    """Return the checked results of ``reset``.
 
     Raises:
         EnvError: it is not the ``pair``; the message starts with ``who``.
@@ -34,7 +34,7 @@ def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tup
 
 
 def not_five(result: Any, who: str, names: str = "terminated, truncated, info") -> EnvError:
-    """Return the error for a ``step`` that did not return five things."""
+    """Return the error for a ``step`` that did not return five values."""
     size = len(result) if isinstance(result, tuple) else type(result).__name__
     return EnvError(
         f"{who} must return (observation, reward, {names}), it returned {size} instead; wrap old "
@@ -88,7 +88,7 @@ def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -
 
 
 def _check_not_reused(rewards: Sequence[Sequence[Any]], when: str) -> None:
-    """Find tensors that were returned again before they were read.
+    """Raise an error for tensors that were returned again before they were read.
 
     The rewards of an environment that returns tensors from its first step on are copied at once;
     this check is for an environment that begins to return tensors later. Arrays are always copied.

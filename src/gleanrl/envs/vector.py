@@ -28,14 +28,14 @@ _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _ALL = slice(None)
 _NOTHING: tuple[int, ...] = ()
 _RETURNING = {"reset": 1, "step": 3}
-"""Methods that return observations, and how many of these are enough once one has returned.
+"""Methods that return observations, and the number that suffices after one has returned.
 
 A reset and two steps show what memory an environment returns.
 """
 
 
 class _VectorAdapter(WindowEnv):
-    """``P`` environments behind one vectorised object; batch shape ``(P,)``.
+    """``P`` environments in one vectorised object; batch shape ``(P,)``.
 
     Everything the object returns is copied at once, so it may reuse its arrays.
     """
@@ -62,7 +62,7 @@ class _VectorAdapter(WindowEnv):
         self._rewards = np.zeros((0, self.num_envs))
         """Rows, narrowed when the rollout ends."""
         self._reward_dtype: np.dtype[Any] | None = None
-        """Of rewards that were found to be numbers."""
+        """The dtype of rewards that were checked to be numbers."""
 
     @property
     def inner(self) -> Any:
@@ -80,7 +80,7 @@ class _VectorAdapter(WindowEnv):
         )
 
     def _advance(self, t: int) -> Mapping[str, Any]:
-        """Step with the actions in row ``t``, keep what comes back, and return ``infos``."""
+        """Step with the actions in row ``t``, keep the results, and return ``infos``."""
         try:
             result = self._step(self._actions.read(t))
         except Exception as err:
@@ -104,7 +104,7 @@ class _VectorAdapter(WindowEnv):
         return infos
 
     def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:
-        """Once per rollout, and where the dtype of rewards changes."""
+        """Check the results once per rollout, and at each change of the rewards' dtype."""
         shapes = [np.shape(value) for value in (reward, terminated, truncated)]
         if any(shape != (self.num_envs,) for shape in shapes):
             raise EnvError(
@@ -219,7 +219,7 @@ def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorR
 
 
 class _Members:
-    """The environments of a `SyncVectorEnv`, which has to read what they return in time.
+    """The environments of a `SyncVectorEnv`, whose results must be read in time.
 
     It keeps references until all have stepped, and in SAME_STEP mode to final observations while
     environments are reset. So members return copies of observations: at first, and for good if they
@@ -227,13 +227,13 @@ class _Members:
     """
 
     def __init__(self, envs: Sequence[Any], in_step: bool) -> None:
-        """Have ``envs`` return copies; ``in_step`` says whether they are reset in their last step.
+        """Make ``envs`` return copies; ``in_step``: whether they are reset in their last step.
 
         Their methods are replaced on the instances.
         """
         self._envs, self._in_step = envs, in_step
         self._seen: list[list[Any]] = [[] for _ in envs]
-        """The first observations of each: as long as they live, no others get their memory."""
+        """The first observations of each; while they exist, no others get their memory."""
         self._own = [{name: vars(env).get(name) for name in _RETURNING} for env in envs]
         for env, seen in zip(envs, self._seen, strict=True):
             for name, enough in _RETURNING.items():
@@ -241,7 +241,7 @@ class _Members:
                 setattr(env, name, functools.partial(_copying, method, seen, enough))
 
     def settle(self) -> bool:
-        """Take the copying back if it is not needed; ``False`` as long as that is not known."""
+        """Stop copying if it is not needed; return ``False`` until that is known."""
         if any(len(seen) < _RETURNING["step"] for seen in self._seen):
             return False
         parts = [one for seen in self._seen for one in seen] if self._in_step else self._seen
@@ -273,11 +273,11 @@ class _Resets:
         self.in_step = in_step
         """Whether it resets itself in the step that ends an episode."""
         self.singly = singly
-        """Whether environments can be truncated and reset one by one."""
+        """Whether single environments can be truncated and reset."""
         self._seed: int | list[int] | None = None
         base = env.unwrapped if isinstance(env, VectorEnv) else env
         self.members = _Members(base.envs, in_step) if isinstance(base, SyncVectorEnv) else None
-        """While they are watched; what they return is copied then."""
+        """The watched members, whose results are copied."""
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         seed, self._seed = self._seed, None
@@ -325,7 +325,7 @@ class _EnvPoolResets(_Resets):
         return _taken_apart(result, len(envs))
 
     def seed(self, seed: int, static: bool) -> None:
-        """Make it anew: that is how an EnvPool is seeded."""
+        """Make the pool again, because an EnvPool is seeded at its construction."""
         own = [(seed if static else seed + i) % 2**31 for i in range(self.env.num_envs)]
         spec = self.env.spec
         seeds: dict[str, Any] = {"seed": 0, "env_seed": own}
@@ -353,12 +353,12 @@ def _is_envpool(given: Any) -> bool:
 
 
 def is_vector_env(given: Any) -> bool:
-    """Tell whether ``given`` is a vectorised environment `make_vector` knows how to read."""
+    """Tell whether ``given`` is a vectorised environment that `make_vector` can read."""
     return isinstance(given, VectorEnv) or _is_envpool(given)
 
 
 def make_vector(env: Any, options: GymOptions) -> Env | NextStepPool:
-    """Return the adapter that fits how ``env`` resets itself.
+    """Return the adapter for the reset mode of ``env``.
 
     Args:
         env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.

@@ -1,4 +1,4 @@
-"""Write what environments return into rows, after checking it against what they declared.
+"""Write environments' results into rows, after a check against their spaces.
 
 There is one writer per field: of an array of the observation, or of an entry of ``info``. Single
 environments return one of each, which writers gather; a vectorised environment returns arrays of
@@ -27,18 +27,18 @@ _DIRECT_NBYTES = 4096
 
 
 class VectorReset(NamedTuple):
-    """What ``reset`` of a vectorised environment returned."""
+    """The results of ``reset`` of a vectorised environment."""
 
     observation: Any
     infos: Mapping[str, Any]
     size: int
     """Environments it holds."""
     rows: Array | slice
-    """Which of them were reset."""
+    """The environments that were reset."""
 
 
 class FieldWriter:
-    """Writes one field of ``P`` environments; a subclass reads it out of what they returned."""
+    """Writes one field of ``P`` environments; a subclass reads it from their results."""
 
     def __init__(self, field: Field) -> None:
         """Write ``field``."""
@@ -68,15 +68,15 @@ class FieldWriter:
         self._root[t][...] = rows
 
     def write_root(self, t: int, where: Any, returned: Any) -> None:
-        """Replace root row ``t + 1`` of ``where`` by what a reset ``returned``."""
+        """Replace root row ``t + 1`` of ``where`` by the values that a reset ``returned``."""
         self._root[t][where] = self.read(where, returned)
 
     def write_carry(self, carry: Window, where: Any, returned: Any) -> None:
-        """Write what a reset of ``where`` ``returned`` into ``carry``."""
+        """Write the values that a reset of ``where`` ``returned`` into ``carry``."""
         carry.rows(self._field.key)[0][where] = self.read(where, returned)
 
     def write_final(self, t: int, envs: Array, infos: Mapping[str, Any]) -> None:
-        """Replace row ``t`` under ``"next"`` of ``envs`` by what they ended with, as ``infos`` say.
+        """Replace row ``t`` under ``"next"`` of ``envs`` by the final values in ``infos``.
 
         For vectorised environments that reset themselves in the same step.
         """
@@ -84,7 +84,7 @@ class FieldWriter:
             self._next[t][envs] = self._finals(envs, infos)
 
     def read(self, where: Any, returned: Any) -> Array:
-        """Return this field of what ``where`` returned, checked.
+        """Return this field from the results of ``where``, checked.
 
         Args:
             where: One environment, or several of a vectorised one.
@@ -95,7 +95,7 @@ class FieldWriter:
         return rows
 
     def _rows(self, observations: Any, infos: Any, shape: tuple[int, ...]) -> Any:
-        """Return this field of all environments: of ``shape``, maybe memory of theirs."""
+        """Return this field of all environments, of ``shape``, perhaps in their own memory."""
         raise NotImplementedError
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
@@ -189,7 +189,7 @@ class LeafWriter(FieldWriter):
         return self._fit(row, self._shape, _name(where))
 
     def _part(self, where: int | str, value: Any) -> Any:
-        """Return this array of an observation of environment ``where``, or what ``where`` names."""
+        """Return this array of an observation of environment ``where``, or of a named place."""
         try:
             return value if self._get is None else self._get(value)
         except (LookupError, TypeError) as err:
@@ -202,7 +202,7 @@ class LeafWriter(FieldWriter):
             ) from err
 
     def _fit(self, values: Array, shape: tuple[int, ...], who: str, widens: bool = False) -> Array:
-        """Return ``values`` in the field's dtype, or say what is wrong with them.
+        """Return ``values`` in the field's dtype, or raise an error about them.
 
         If it ``widens``, narrower whole numbers are taken than the space declares.
         """
@@ -278,7 +278,7 @@ class VectorLeafWriter(LeafWriter):
 
 
 class InfoWriter(FieldWriter):
-    """One numeric entry of each single environment's ``info``; zero where it is not given.
+    """One numeric entry of each single environment's ``info``; zero if it is missing.
 
     In the first rollout it looks out for the entry: a misspelt name never comes.
     """
@@ -298,7 +298,7 @@ class InfoWriter(FieldWriter):
             self._others.update(info)
 
     def settle(self) -> None:
-        """Stop looking, after the first rollout; warn if the entry never came."""
+        """Stop checking, after the first rollout; warn if the entry never appeared."""
         if self._looking:
             self._looking = False
             others = sorted(name for name in self._others if not name.startswith("_"))
@@ -331,7 +331,7 @@ class InfoWriter(FieldWriter):
 
 
 class VectorInfoWriter(InfoWriter):
-    """One numeric entry of ``infos``; zero where an environment did not give it."""
+    """One numeric entry of ``infos``; zero for environments without it."""
 
     read = FieldWriter.read
 

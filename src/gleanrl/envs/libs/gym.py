@@ -108,7 +108,7 @@ class GymEnv(EnvBase):
 
     def _take(self, source: GymSource, device: torch.device | str | None) -> None:
         self.batch = GymnasiumEnv(source)
-        """What steps them. Internal to the package."""
+        """The adapter that steps the environments. Internal to the package."""
         layout = self.batch.layout
         self.info_entries = tuple(layout.infos)
         flags = [Field(key, (1,), torch.bool) for key in FLAGS]
@@ -124,13 +124,13 @@ class GymEnv(EnvBase):
         return tuple(self._envs)
 
     def move(self, window: Window) -> None:
-        """Step in ``window`` from here on. Internal to the package."""
+        """Step in ``window`` from now on. Internal to the package."""
         for field in self.batch.layout.observations:
             window.tensor(field.key).copy_(self._window.tensor(field.key))
         self._bind(window, self._batch)
 
     def continue_from(self, root: TensorDictBase) -> None:
-        """Show what a reset of the environments inside has returned. Internal to the package."""
+        """Show the results of a reset of the environments inside. Internal to the package."""
         for key, shown in self._shown.items():
             shown.copy_(root.get(key))
 
@@ -172,7 +172,7 @@ class GymEnv(EnvBase):
         return self._pack(self._after)
 
     def _pack(self, entries: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        """Return copies: the next step writes there again."""
+        """Return copies, because the next step writes there again."""
         packed = TensorDict({}, batch_size=self._batch, device=self.device)
         for key, value in entries.items():
             packed.set(key, value.clone())
@@ -193,7 +193,7 @@ class GymEnv(EnvBase):
 
 
 GymWrapper = GymEnv
-"""The name users know for a `GymEnv` around an environment that was built already."""
+"""TorchRL's name for a `GymEnv` around a built environment."""
 
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
@@ -207,7 +207,7 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
 
 
 def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
-    """Make one environment with TensorDict methods; what Gymnasium calls one is wrapped.
+    """Make one environment with TensorDict methods; wrap Gymnasium environments.
 
     Raises:
         UnknownEnvError: an id that is not registered.
@@ -225,7 +225,7 @@ def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
-    """Repeats every action and adds the rewards up; stops where the episode ends."""
+    """Repeats every action and adds the rewards up; stops at the end of the episode."""
 
     def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
         """Repeat actions ``times`` times.
@@ -249,7 +249,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
 
 
 class Pixels(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows what the environment renders as ``"pixels"``, alone or beside its observation."""
+    """Shows rendered images as ``"pixels"``, alone or together with the observation."""
 
     def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
         """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode.
@@ -294,7 +294,7 @@ class Pixels(gym.ObservationWrapper[Any, Any, Any]):
 
 
 class set_gym_backend(contextlib.nullcontext[Any], contextlib.ContextDecorator):
-    """Choose the library behind `GymEnv`; there is one. Use as ``.set()``, context or decorator."""
+    """Choose the only library of `GymEnv`. Use as ``.set()``, context or decorator."""
 
     def __init__(self, backend: Any) -> None:
         """Accept ``"gymnasium"`` or the module.
@@ -311,4 +311,4 @@ class set_gym_backend(contextlib.nullcontext[Any], contextlib.ContextDecorator):
         self.backend = "gymnasium"
 
     def set(self) -> None:
-        """Do nothing: it is the backend already."""
+        """Do nothing, because the backend is the only one."""

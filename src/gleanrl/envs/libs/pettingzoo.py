@@ -39,7 +39,7 @@ Moves = dict[str, Any]
 
 
 class MarlGroupMapType(enum.Enum):
-    """How agents are put into groups."""
+    """The assignment of agents to groups."""
 
     ALL_IN_ONE_GROUP = 1
     """One group, ``"agents"``."""
@@ -242,12 +242,12 @@ class PettingZooEnv(EnvBase):
         return packed if self.device is None else packed.to(self.device)
 
     def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reset where the root's end flag is set: those of single agents reset nothing."""
+        """Reset where the root's end flag is set; flags of single agents reset nothing."""
         done = tensordict.get("done")
         return self.reset(tensordict.set("_reset", done)) if bool(done.any()) else tensordict
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw actions, of those that are allowed now."""
+        """Draw actions among the currently allowed ones."""
         for group in self._groups:
             if group.allowed is not None:
                 allowed = torch.from_numpy(group.allowed).reshape(
@@ -273,7 +273,7 @@ class PettingZooEnv(EnvBase):
 
 
 class PettingZooWrapper(PettingZooEnv):
-    """A `PettingZooEnv` around an environment that was built already."""
+    """A `PettingZooEnv` around a built environment."""
 
     def __init__(self, env: Any, **options: Any) -> None:
         """Take over ``env``; ``options`` are those of `PettingZooEnv`."""
@@ -281,7 +281,7 @@ class PettingZooWrapper(PettingZooEnv):
 
 
 class _Game:
-    """One environment: what its agents saw last, and which of them have ended."""
+    """One environment, with its agents' last observations and the ended agents."""
 
     def __init__(self, env: Any, play: Any, agents: Sequence[str], done_on_any: bool) -> None:
         """Step ``env`` by the methods of ``play``; ``agents`` are in the order of `flags`."""
@@ -298,7 +298,7 @@ class _Game:
         self.seed: int | None = None
         """Of the next reset."""
         self.fresh = False
-        """Whether the next reset is made already."""
+        """Whether the next reset has already been made."""
 
     def restart(self, options: Mapping[str, Any]) -> None:
         """Begin an episode."""
@@ -317,7 +317,7 @@ class _Game:
         self._choose()
 
     def step(self, moves: Moves) -> Moves:
-        """Return the rewards; an episode that is over stays as it is."""
+        """Return the rewards; an ended episode does not change."""
         if self.over[0]:
             return {}
         if len(moves) != len(self.alive):
@@ -334,7 +334,7 @@ class _Game:
         self.acting = () if self.over[0] else turn
 
     def _end(self, dead: Mapping[str, Any], late: Mapping[str, Any]) -> None:
-        """Note which agents ended, and whether the episode did."""
+        """Note the ended agents, and whether the episode ended."""
         present, flags = self._play.agents, self.flags
         alive = [a for a in self._agents if a in present and not (dead.get(a) or late.get(a))]
         left = set(self.alive) - set(alive)
@@ -357,7 +357,7 @@ class _Game:
 
 
 class _Agents:
-    """One group of every game: agents that see and do alike."""
+    """One group of every game: agents with the same observation and action spaces."""
 
     def __init__(
         self, name: str, agents: Sequence[str], games: Sequence[_Game], categorical: bool
@@ -384,14 +384,14 @@ class _Agents:
         told = any("action_mask" in info for info in games[0].infos.values())
         self._in_info = mask is None
         self.allowed: Array | None = None
-        """Which actions are allowed now, ``[n_games, n_agents, n_actions]``."""
+        """The currently allowed actions, ``[n_games, n_agents, n_actions]``."""
         if mask is not None:
             self.allowed = np.ones((len(games), len(agents), *(mask.space.shape or ())), bool)
         elif told and isinstance(acted, spaces.Discrete):
             self.allowed = np.ones((len(games), len(agents), int(acted.n)), bool)
 
     def specs(self) -> dict[Key, TensorSpec]:
-        """Return what one agent is shown."""
+        """Return the specs of one agent's data."""
         found = {key: space_spec(leaf.space) for key, leaf in self._spaces.items()}
         if self.allowed is not None:
             found[ALLOWED] = Binary(shape=self.allowed.shape[2:], dtype=torch.bool)
@@ -415,7 +415,7 @@ class _Agents:
             own.update(zip(self.agents, values[index * n : index * n + n], strict=True))
 
     def show(self, data: dict[Key, Array]) -> None:
-        """Add what the agents see to ``data``; zero for those that see nothing."""
+        """Add the agents' observations to ``data``; zero for agents without one."""
         agents, games = self.agents, self._games
         for field, read in self._readers:
             rows = np.zeros((len(games), len(agents), *field.shape), field.numpy_dtype)
@@ -488,7 +488,7 @@ class _Turns:
         return self._settle()[0], rewards, *flags, dict(env.infos)
 
     def _settle(self) -> tuple[Moves, Moves]:
-        """Take ended agents out; return what all saw last, and infos."""
+        """Remove ended agents; return all agents' last observations, and infos."""
         env = self._env
         ended = [a for a in env.agents if env.terminations[a] or env.truncations[a]]
         seen, infos = {agent: env.observe(agent) for agent in ended}, dict(env.infos)
