@@ -28,15 +28,15 @@ from gleanrl.recording.formats import FORMATS, module_of
 CARD = "card.json"
 _FORMAT, _VERSION = "gleanrl-dataset", 1
 SHARDS, DATA = "shards", "data"
-"""Folders: of those that write, and of what is not raw files."""
+"""Folders of writers, and of data other than raw files."""
 LOCK = ".lock"
 """Locked by the process that records, for as long as it lives."""
 NESTED = "nested"
-"""What cards call the batch dimensions of nested entries beyond that of the frames."""
+"""The cards' name for further batch dimensions of nested entries."""
 NO_OBSERVATION = (*END_FLAGS, "step_count", "is_init", "reward")
 """Last parts of keys that are at the root and under ``"next"`` and are no observations."""
 OF_ENV = ("env_spec", "observation_space", "action_space")
-"""What cards say of the environment, so that it can be made again."""
+"""The entries of cards about the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
 """How a recording may have ended."""
 
@@ -48,11 +48,11 @@ def card(facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A card that was read: what matters for reading the data is checked, the rest is as found."""
+    """A card after reading: the parts needed to read the data are checked, the rest is not."""
 
     status: str
     data: str
-    """What the files are: one of `FORMATS`, or ``"shards"``."""
+    """The kind of the files: one of `FORMATS`, or ``"shards"``."""
     frames: int
     """Frames collected."""
     files: tuple[TensorFile, ...]
@@ -104,7 +104,7 @@ class Metadata:
 
 
 def _abandoned(directory: Path) -> bool:
-    """Tell whether the process that recorded is gone."""
+    """Tell whether the recording process has ended."""
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.open(directory / LOCK, flags)
@@ -120,14 +120,14 @@ def _abandoned(directory: Path) -> bool:
 
 
 class Part:
-    """Frames that lie together: what one writer wrote, or a whole dataset."""
+    """Frames in one place: those of one writer, or a whole dataset."""
 
     frames: int
-    """How many there are."""
+    """The number of frames."""
     files: Sequence[TensorFile]
     """The entries that can be read."""
     facts: Mapping[str, Any] = {}
-    """What the card of a writer says; empty where there is none."""
+    """The card of a writer; empty without one."""
 
     def read(self, key: Key) -> torch.Tensor:
         """Return an entry as ``[frames, ...]``.
@@ -157,7 +157,7 @@ class Dataset:
     """A dataset opened for reading, in any format; entries are read if it has raw files."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the card and check that raw files are there and have the right size.
+        """Read the card and check that raw files exist and have the right size.
 
         Raises:
             ConfigError: there is no such directory.
@@ -232,7 +232,7 @@ class Dataset:
 
 
 def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
-    """Open what a `Recorder` or ``gleanrl collect --out`` wrote.
+    """Open a dataset of a `Recorder` or of ``gleanrl collect --out``.
 
     Nothing is unpickled. Recordings that were killed are opened, too: with every frame that was
     written.

@@ -31,7 +31,7 @@ been collected then."""
 
 
 class EpisodeStats:
-    """Return and length of every episode that ended, whatever batches it came in.
+    """Return and length of every episode that ended, over any number of batches.
 
     Episodes are told apart by trajectory id if the batches have one and by environment (row)
     otherwise. Work is done in bulk: the cost per batch is that of sorting its runs of frames.
@@ -44,7 +44,7 @@ class EpisodeStats:
         self.episodes = 0
         """Episodes that ended."""
         self._open = np.empty(0, _RUN)
-        """Episodes that run on: what they have so far."""
+        """Unfinished episodes, with their sums so far."""
         self._done: list[Array] = []
 
     def _ended(self, name: str) -> Array:
@@ -80,7 +80,7 @@ class EpisodeStats:
         self._done = [done]
 
     def update(self, batch: TensorDictBase) -> None:
-        """Take in a batch ``[T]`` or ``[..., T]`` as collectors deliver it.
+        """Add a batch ``[T]`` or ``[..., T]`` of a collector.
 
         Raises:
             ConfigError: the batch has no end flags.
@@ -126,7 +126,7 @@ class EpisodeStats:
         self.frames += len(env)
 
     def _join(self, runs: Array) -> None:
-        """Join runs of frames with the same id, after what is open of it, into episodes."""
+        """Join runs of frames with the same id, after its open part, into episodes."""
         runs = np.concatenate([self._open, runs])
         runs = runs[np.argsort(runs["id"], kind="stable")]
         first = _run_starts(runs["id"], runs["ended"])
@@ -141,12 +141,12 @@ class EpisodeStats:
 
 
 def _run_starts(ids: Array, ended: Array) -> Array:
-    """Return where runs of frames of one episode begin: at a new id, and after every end."""
+    """Return the starts of runs of frames of one episode: at a new id, and after every end."""
     return np.flatnonzero(np.append(True, (ids[1:] != ids[:-1]) | ended[:-1]))
 
 
 def _rewards(batch: TensorDictBase) -> Array:
-    """Return one reward per frame, ``[..., T]``, of all that is called reward under ``"next"``."""
+    """Return one reward per frame, ``[..., T]``, of all entries ``"reward"`` under ``"next"``."""
     after = batch.get(NEXT)
     keys = after.keys(include_nested=True, leaves_only=True)
     return mean_rewards(
@@ -227,7 +227,7 @@ class Episode:
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Rows, from the first up to the one beyond the last, in order."""
     ended: bool = False
-    """Whether its last row is its end; else it was cut."""
+    """Whether the episode ended in its last row; otherwise it was cut."""
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.runs)

@@ -1,4 +1,4 @@
-"""What a dataset can be written as. Imports nothing heavy: the command line reads it, too."""
+"""The formats of datasets. Imports nothing heavy, because the command line imports it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Files: TypeAlias = Mapping[Key, TensorFile]
 _BATCH_BYTES = 1 << 25
 """Episodes of so many bytes are handed to Minari at once."""
 _NOT_A_SPACE = (LookupError, ValueError, TypeError, AttributeError, AssertionError)
-"""What Minari raises about JSON that describes no space."""
+"""Minari's errors about JSON that does not describe a space."""
 
 
 def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
 
 
 def _own(file: h5py.Group, name: str) -> Any:
-    """Return a group or array below ``file`` that lies in it; HDF5 can name other files.
+    """Return a group or array of ``file`` that lies in it; HDF5 can refer to other files.
 
     Raises:
         LookupError: it is not there, or leads elsewhere.
@@ -107,7 +107,7 @@ def _own(file: h5py.Group, name: str) -> Any:
 
 
 class EpisodePart(Part):
-    """One episode; entries are where Minari has them."""
+    """One episode; entries are at Minari's places."""
 
     def __init__(self, group: Any, metadata: Metadata, observation: Space, action: Space) -> None:
         """Find the entries in the HDF5 ``group`` of an episode."""
@@ -158,7 +158,7 @@ def _path(group: str, leaf: Leaf) -> str:
 
 
 def dataset_id(directory: Path) -> str:
-    """Return what Minari calls a dataset: its path below Minari's root, else its last part."""
+    """Return Minari's id of a dataset: its path below Minari's root, else its last part."""
     default = Path.home() / ".minari" / "datasets"
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or default).resolve()
     below = directory.is_relative_to(root) and directory != root
@@ -166,7 +166,7 @@ def dataset_id(directory: Path) -> str:
 
 
 def _seed(episode: Episode, number: int, facts: Mapping[str, Any]) -> int | None:
-    """Return what the environment was seeded with for this episode: the first one of each is."""
+    """Return the seed of this episode; only the first of each environment has one."""
     seed, num_envs = facts.get("seed"), facts.get("num_envs")
     if seed is None or num_envs is None or episode.id >= num_envs:
         return None
@@ -196,7 +196,7 @@ class _Shape:
         ]
 
     def buffer(self, episode: Episode, seed: int | None) -> EpisodeBuffer:
-        """Return ``episode`` as Minari takes it."""
+        """Return ``episode`` as Minari's `EpisodeBuffer`."""
         observed = {
             leaf.path: _array(
                 torch.cat([episode.read(leaf.key), episode.read((NEXT, *leaf.key))[-1:]])
@@ -253,7 +253,7 @@ def _spaces(facts: Mapping[str, Any], files: Files) -> tuple[Space, Space] | Non
 
 
 def _boxes(files: Files) -> tuple[Space, Space]:
-    """Return spaces that hold whatever has the shape and dtype of the data."""
+    """Return unbounded spaces with the shapes and dtypes of the data."""
     shown = {
         key: _box(file)
         for key, file in files.items()

@@ -65,7 +65,7 @@ class ParquetPart(Part):
     """One file, read column by column."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        """Read how long the file is and which entries it has."""
+        """Read the file's number of rows and its entries."""
         try:
             self._file = pq.ParquetFile(path, memory_map=True)
         except (pa.ArrowInvalid, OSError) as err:

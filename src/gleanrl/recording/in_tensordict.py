@@ -1,4 +1,4 @@
-"""Raw files, one per entry: what each process writes while it records, and a finished dataset."""
+"""Raw files, one per entry: those of each recording process, and a finished dataset."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ def _nested(frames: TensorDictBase) -> list[tuple[Key, tuple[int, ...]]]:
 
 
 class RawPart(Part):
-    """Raw files of one directory: a whole dataset, or what one writer wrote."""
+    """Raw files of one directory: a whole dataset, or the part of one writer."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the card and check that the files are there and have the right size.
+        """Read the card and check that the files exist and have the right size.
 
         Raises:
             TensorFileError: a file is missing, leads out of the directory or has another size.
@@ -197,7 +197,7 @@ class RawPart(Part):
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
-    """Open a finished dataset, or what those that write have written until now.
+    """Open a finished dataset, or the parts that writers have written until now.
 
     Raises:
         TensorFileError: files are damaged, or writers recorded different entries.

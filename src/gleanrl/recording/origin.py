@@ -1,4 +1,4 @@
-"""Where frames come from: what a card says of the environment, so that it can be made again."""
+"""The origin of frames: a card's description of the environment, to make it again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gleanrl.memory.tensor_files import TensorFile
 
 
 def describe_env(env: Any, format: str) -> dict[str, Any]:
-    """Return what is known of ``env``: a built environment, several, a spec or an id.
+    """Return a description of ``env``: a built environment, several, a spec or an id.
 
     ``env_spec`` is Gymnasium's JSON; spaces are Minari's, for that format only.
     """
@@ -91,7 +91,7 @@ def make_env(facts: Mapping[str, Any], **kwargs: Any) -> gym.Env[Any, Any]:
 def decoder(
     space: gym.Space[Any], files: Mapping[Key, TensorFile], rows: int, *, batched: bool = False
 ) -> Actions | None:
-    """Return what decodes ``rows`` recorded actions of ``space``, as numbers or one-hot vectors.
+    """Return a decoder of ``rows`` recorded actions of ``space``, numbers or one-hot vectors.
 
     Returns:
         ``None`` if the entries in ``files`` are no actions of this space.

@@ -1,4 +1,4 @@
-"""What keeps the frames of a collector on disk, whatever ends the collection."""
+"""The recorder: keeps the frames of a collector on disk, whatever ends the collection."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _OF_FILES = (
     *("format", "format_version", "data", "frames", "recording", "keys", "columns"),
     *(NESTED, "rows", "status"),
 )
-"""What a card says of the files, not of where the frames came from."""
+"""The entries of a card about files, not about the origin of frames."""
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
     "environment, each with its steps in order; ('collector', 'traj_ids') tells episodes apart; "
@@ -137,7 +137,7 @@ class Recorder(Sink):
             **({} if env is None else describe_env(env, format)),
             **dict(facts or {}),
         }
-        """What the card says beside the layout, as JSON; may be changed until `close`."""
+        """Further entries of the card, as JSON; may be changed until `close`."""
         self._expected = total_frames
         self._collectors: list[weakref.ref[Any]] = []
         self._shard = Shard(self.path / SHARDS / "main", {}, total_frames)
@@ -149,7 +149,7 @@ class Recorder(Sink):
     # -- writing ---------------------------------------------------------------------------------
 
     def write(self, batch: TensorDictBase) -> None:
-        """Append the frames of ``batch`` ``[T]`` or ``[..., T]`` as collectors deliver it.
+        """Append the frames of a collector's ``batch`` ``[T]`` or ``[..., T]``.
 
         Frames that its mask leaves out are not written. What was written is on the disk (or in the
         kernel's hands, which a killed process does not affect).
@@ -175,7 +175,7 @@ class Recorder(Sink):
 
     @property
     def frames(self) -> int:
-        """Frames written, those of workers included."""
+        """Frames written, including frames of workers."""
         return Dataset(self.path).metadata.frames if (self.path / CARD).exists() else 0
 
     @property
@@ -186,7 +186,7 @@ class Recorder(Sink):
     # -- what collectors say ---------------------------------------------------------------------
 
     def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
-        """Belong to ``collector``: `close` shuts it down.
+        """Attach to ``collector``, which `close` shuts down.
 
         Raises:
             ConfigError: there is one already, whose trajectory ids would be used again.
@@ -226,7 +226,7 @@ class Recorder(Sink):
         return self.where == "workers"
 
     def serve(self, worker: int, source: Source) -> None:
-        """Write what ``worker`` collects from ``source``, in this process.
+        """Write the frames that ``worker`` collects from ``source``, in this process.
 
         Raises:
             ConfigError: this machine has another disk than the learner's.
@@ -316,7 +316,7 @@ def convert_dataset(
 
 
 def make_way(path: Path, overwrite: bool = False) -> None:
-    """Check that a dataset can be written to ``path``; remove the one that is to be overwritten.
+    """Check that a dataset can be written to ``path``; remove the one to overwrite.
 
     Raises:
         ConfigError: something is there already.
@@ -341,7 +341,7 @@ def make_way(path: Path, overwrite: bool = False) -> None:
 
 
 def _check_episodes(frames: TensorDictBase) -> None:
-    """Check that ``frames`` have what Minari's episodes need.
+    """Check that ``frames`` have the entries that Minari's episodes need.
 
     Raises:
         TensorFileError: names what is missing.
@@ -361,7 +361,7 @@ def _check_episodes(frames: TensorDictBase) -> None:
 
 
 class _Files:
-    """The directory of a recording: begun and finished, also when nobody has the `Recorder`."""
+    """The directory of a recording: begun and finished, even without the `Recorder`."""
 
     def __init__(self, directory: Path, format: str, facts: dict[str, Any]) -> None:
         self.token = uuid.uuid4().hex
@@ -392,13 +392,13 @@ class _Files:
             raise ConfigError(f"{directory} cannot be made: {err.strerror or err}") from err
 
     def publish(self) -> None:
-        """Write what is known by now to the card."""
+        """Write the current facts to the card."""
         with contextlib.suppress(OSError):  # the last card has its room
             text = self._card(SHARDS, status="collecting")
             tensor_files.replace(self._directory / CARD, text)
 
     def finish(self) -> None:
-        """Put what writers left into its format, and write the final card."""
+        """Convert the writers' files to the format, and write the final card."""
         if os.getpid() != self._pid:  # a forked child ends
             return
         try:
@@ -439,7 +439,7 @@ class _Files:
         (directory / LOCK).unlink(missing_ok=True)
 
     def _discard(self) -> None:
-        """Remove what this recording made, and nothing that somebody else put there."""
+        """Remove the files of this recording, and no other files."""
         shutil.rmtree(self._directory / SHARDS)
         for name in (LOCK, CARD, _ROOM):
             (self._directory / name).unlink(missing_ok=True)
@@ -449,7 +449,7 @@ class _Files:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what took part."""
+    """Return the versions of the libraries in use."""
     found = {"python": platform.python_version()}
     for name in ("gleanrl", "torch", "tensordict", "gymnasium", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):

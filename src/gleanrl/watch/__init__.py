@@ -1,1 +1,1 @@
-"""What users see of collection while it goes on: rates, returns, workers' time, progress."""
+"""Views of a running collection for users: rates, returns, workers' time, progress."""

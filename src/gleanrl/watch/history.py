@@ -1,4 +1,4 @@
-"""What happened to a collection from its beginning on, in bounded memory."""
+"""The history of a collection from its beginning, in bounded memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Thinned:
         self._skip -= len(rows)
 
     def _keep(self, rows: list[tuple[float, ...]]) -> None:
-        """Add rows of which none is to be skipped, up to the one that is too many."""
+        """Add rows without skipping any, up to the first that exceeds the bound."""
         self._rows += rows
         if len(self._rows) > self._most:
             del self._rows[1::2]
@@ -77,7 +77,7 @@ class Thinned:
 
 
 class History:
-    """What each batch brought."""
+    """The figures of each batch."""
 
     def __init__(self) -> None:
         """Begin now."""

@@ -30,12 +30,12 @@ class Logger:
     """
 
     def __init__(self, every_s: float = 0.0) -> None:
-        """Write what comes at least ``every_s`` seconds after what was written last."""
+        """Write stats that come at least ``every_s`` seconds after the last written ones."""
         self._every_s, self._due = every_s, 0.0
         self._skipped: Stats | None = None
 
     def __call__(self, stats: Stats) -> None:
-        """Write ``stats`` down if it is time; the newest that were left out are written at last."""
+        """Write ``stats`` if it is time; the newest skipped ones are written at the end."""
         now = monotonic()
         self._skipped = stats
         if now >= self._due:
@@ -43,7 +43,7 @@ class Logger:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was left out."""
+        """Write the newest skipped stats."""
         stats, self._skipped = self._skipped, None
         if stats is not None:
             self.write(stats)
@@ -53,11 +53,11 @@ class Logger:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close what `write` writes to."""
+        """Close the target of `write`."""
 
 
 class CSVLogger(Logger):
-    """One row per batch. Columns are those of the first row, also of a file that is continued.
+    """Writes one row per batch. Columns follow the first row, also of a continued file.
 
     Example:
         >>> import csv, tempfile
@@ -116,7 +116,7 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(self._prefix + name, value, int(stats["frames"]))
 
     def close(self) -> None:
-        """Write what is buffered and close the files."""
+        """Write buffered data and close the files."""
         self._writer.close()
 
 
@@ -138,13 +138,13 @@ class WandbLogger(Logger):
         self._run.log({self._prefix + name: value for name, value in _numbers(stats).items()})
 
     def close(self) -> None:
-        """Finish the run if it was made here."""
+        """Finish the run if this logger made it."""
         if self._own:
             self._run.finish()
 
 
 def _numbers(stats: Stats) -> dict[str, int | float]:
-    """Leave out what is not known yet."""
+    """Leave out figures that are not known yet."""
     return {name: value for name, value in stats.items() if not math.isnan(value)}
 
 
@@ -173,7 +173,7 @@ class Loggers:
             self._attempt(logger, partial(logger, stats))
 
     def close(self) -> None:
-        """Close those that are a `Logger`. Idempotent."""
+        """Close each `Logger` among them. Idempotent."""
         loggers, self.active = self.active, []
         for logger in loggers:
             if isinstance(logger, Logger):

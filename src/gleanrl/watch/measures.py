@@ -25,15 +25,15 @@ _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
 _MOST_BATCHES, _MOST_BYTES = 256, 1 << 20
-"""Batches, and bytes of their rewards and ends, that wait to be added up until somebody asks."""
+"""Batches, and bytes of their rewards and ends, that may wait to be added up."""
 _RECENT_S = 2.0
 """Seconds for which numbers are recent."""
 _Seconds: TypeAlias = tuple[float, float, float, float]
 """In the order of `SHARES`."""
 _Share: TypeAlias = tuple[int, int, int, _Seconds, Ended]
-"""A rollout's worker, frames, policy version and seconds, and what says which episodes ended."""
+"""A rollout's worker, frames, policy version, seconds and ended episodes."""
 _Batch: TypeAlias = tuple[float, float, int, list[_Share]]
-"""When it came, when it was asked for, the newest policy version, and its rollouts."""
+"""The times of its arrival and its request, the newest policy version, and its rollouts."""
 
 
 class _Episodes:
@@ -58,7 +58,7 @@ class _Episodes:
 
 
 class _Whole:
-    """What all workers did, since collection began."""
+    """The sums of all workers, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.lag = 0
@@ -66,7 +66,7 @@ class _Whole:
 
 
 class _Worker(_Whole):
-    """What one worker did."""
+    """The sums of one worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Worker(_Whole):
 
 
 class Measures:
-    """What all workers of a collector did. Any thread may ask while another adds."""
+    """The sums of a collector's workers. Any thread may read while another adds."""
 
     _rank = 2
     _lock: threading.RLock
@@ -105,7 +105,7 @@ class Measures:
         self.show_due = math.inf
         """When the numbers will be shown next."""
         self._took = 0.0
-        """Seconds from when the newest batch was asked for until it came."""
+        """Seconds from the request for the newest batch to its arrival."""
         self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
@@ -128,12 +128,12 @@ class Measures:
         return now
 
     def settle_early(self) -> None:
-        """Add up what waits if the next batch will be shown: workers are busy with it now."""
+        """Add up waiting batches if the next one will be shown, while workers make it."""
         if monotonic() + self._took >= self.show_due:
             self.settle()
 
     def settle(self) -> None:
-        """Add up what waits: later and at once costs a fraction of what each batch would."""
+        """Add up waiting batches; all at once they cost a fraction of single ones."""
         with Deferred(), self._lock:
             if self._settling:  # a signal handler asks: what came later must not be first
                 return
@@ -192,7 +192,7 @@ class Measures:
 
     @property
     def history(self) -> History:
-        """What each batch until now brought."""
+        """The figures of each batch until now."""
         self.settle()
         return self._history
 
@@ -231,7 +231,7 @@ class Measures:
 
 
 def _shares(workers: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return what share of the seconds went where; NaN before there are any."""
+    """Return the shares of the seconds; NaN before there are any."""
     seconds = [sum(parts) for parts in zip(*workers, strict=True)]
     total = sum(seconds) or math.nan
     return {name: part / total for name, part in zip(SHARES, seconds, strict=True)}

@@ -29,7 +29,7 @@ _LINE = 600
 _BINS = 30
 _WINDOW = 100
 _HUGE = 1e300
-"""What is larger is left out: differences of two such numbers may be infinite."""
+"""The limit of shown numbers, because differences of larger ones may be infinite."""
 SHARES = {
     "time_env": "environment",
     "time_policy": "policy",
@@ -41,7 +41,7 @@ SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values ``y`` over ``x``, both ``[N]``; what is not finite, or huge, is left out."""
+    """Values ``y`` over ``x``, both ``[N]``, without values that are not finite, or huge."""
 
     name: str
     x: Array
@@ -56,7 +56,7 @@ class Plot:
 
     title: str
     x: str
-    """What the horizontal axis shows, with its unit."""
+    """The label of the horizontal axis, with its unit."""
     y: str
     series: Sequence[Series]
     from_zero: bool = False
@@ -82,12 +82,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Everything a page shows, as plain data; no text of it needs to be trusted."""
+    """The contents of a page, as plain data; its text need not be trusted."""
 
     title: str
     subtitle: str
     figures: Lines
-    """The most important numbers: what each is, and the number."""
+    """The most important numbers, each with its name."""
     facts: Lines
     parts: Sequence[Plot | Shares | Table]
 
@@ -206,7 +206,7 @@ class _Axis:
         return cls(low, high, [i * step for i in range(first, last + 1)])
 
     def place(self, values: Any) -> Any:
-        """Return where values are along the axis, from 0 to 1."""
+        """Return the positions of values along the axis, from 0 to 1."""
         return (values - self.low) / (self.high - self.low)
 
 
@@ -214,7 +214,7 @@ class _Axis:
 
 
 def save(path: str | Path, page: Page) -> None:
-    """Write ``page`` to ``path``; a file that is there is replaced at once.
+    """Write ``page`` to ``path``; replace an existing file at once.
 
     Raises:
         OSError: it cannot be written.
@@ -253,7 +253,7 @@ def _named(lines: Lines) -> str:
 
 
 def _text(text: str) -> str:
-    """Return ``text`` as HTML shows it; it may come from anyone."""
+    """Return ``text`` escaped for HTML, because it may come from anyone."""
     return html.escape(plain(text))
 
 

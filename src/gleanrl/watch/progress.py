@@ -21,7 +21,7 @@ _REFRESH_S = 0.1
 _TICK_S = 1.0
 """Seconds between two looks at a collection; one takes a millisecond."""
 _LINE_EVERY_S = 2.0
-"""Seconds between two lines where there is no terminal: nothing is silent for longer."""
+"""Seconds between two lines without a terminal, the longest silence."""
 _SHORTEST_BAR = 8
 
 
@@ -57,7 +57,7 @@ class _Line:
 
 
 class Display:
-    """Shows how far something is while it is entered."""
+    """Shows the progress of a task during a ``with`` block."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Display:
         self._began = clock()
         self._due = self._began + (every_s if self._live is None else 0.0)
         self._not_drawn: tuple[float, str, float] | None = None
-        """What was shown last and when, if it came too soon to be drawn."""
+        """The last values and their time, if they came too soon to be drawn."""
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -108,7 +108,7 @@ class Display:
 
     @property
     def due(self) -> bool:
-        """Whether what is shown now would be drawn or written at once."""
+        """Whether a call of `show` now would draw or write at once."""
         return self._clock() >= self._due
 
     def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
@@ -155,7 +155,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Progress:
-    """Shows how a collection goes, from a thread of its own, until it is over or `close` is called.
+    """Shows the progress of a collection, in a thread of its own, until its end or `close`.
 
     It holds no reference to the collector: that can be collected, which closes it.
     """
@@ -172,7 +172,7 @@ class Progress:
         self._thread.start()
 
     def follow(self, facts: Callable[[bool], Mapping[str, Any]], total: int | None) -> None:
-        """Show what ``facts`` returns from now on.
+        """Show the results of ``facts`` from now on.
 
         Args:
             facts: Returns some of what ``stats()`` does and ``"busy"``, whether a batch is awaited.
@@ -182,7 +182,7 @@ class Progress:
         self._display.total, self._facts = total, facts
 
     def close(self) -> None:
-        """Show where it stands for the last time. Idempotent."""
+        """Show the final state. Idempotent."""
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
@@ -218,7 +218,7 @@ class Progress:
 def describe(
     facts: Mapping[str, Any], total: float | None, *, last: bool = False
 ) -> tuple[str, str]:
-    """Say how far a collection is: beside a bar if there is a ``total``, and in a line of text.
+    """Describe progress: for use next to a bar if there is a ``total``, and as a line of text.
 
     Args:
         facts: Some of what ``stats()`` returns.
@@ -257,5 +257,5 @@ def number(value: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Replace what a terminal might act on; text may come from a file written by anyone."""
+    """Replace control characters of terminals, because text may come from anyone's file."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,4 +1,4 @@
-"""How a running collection shows other terminals how it is: a small file that it replaces.
+"""The status of a running collection for other terminals: a small file that it replaces.
 
 Collectors write it while they collect, into a folder that only their user can enter; whoever reads
 it disturbs nobody, also while the learner is busy for minutes.
@@ -46,7 +46,7 @@ class StatusFile:
         self._shown = os.environ.get(OFF) != "0"
 
     def _place(self) -> None:
-        """Choose where it is to be; there is no place if no runtime folder can be used."""
+        """Choose the file's folder; none if no runtime folder can be used."""
         for folder in folders():
             with contextlib.suppress(OSError, StatusError):
                 with contextlib.suppress(FileExistsError):
@@ -57,7 +57,7 @@ class StatusFile:
                 return
 
     def write(self, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Replace what is there by what ``status`` returns; a failure is nobody's concern."""
+        """Replace the file's contents by the result of ``status``; ignore failures."""
         if not self._shown or os.getpid() != self._owner:
             return
         try:
@@ -80,7 +80,7 @@ class StatusFile:
                 os.unlink(self._path)
 
     def remove(self) -> None:
-        """Remove it; what is written from now on is not shown. Idempotent; children keep it."""
+        """Remove the file; later writes are not shown. Idempotent; forked children keep it."""
         shown, self._shown = self._shown, False
         if shown and self._path and os.getpid() == self._owner:
             with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def collections() -> list[dict[str, Any]]:
 
 
 def folders() -> list[Path]:
-    """Return where files may be, the best place first."""
+    """Return the possible folders, the best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     found = [Path(runtime) / "gleanrl"] if runtime else []
     with contextlib.suppress(OSError):
@@ -152,7 +152,7 @@ def _living(folder: Path) -> list[Path]:
 
 
 def _start_of(pid: int | str) -> str:
-    """Return when process ``pid`` began, which tells it from later ones; empty if it ended."""
+    """Return the start of process ``pid``, to detect a reused number; empty if it ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

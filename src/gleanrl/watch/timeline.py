@@ -25,7 +25,7 @@ _FAR_S = 3600.0
 
 
 class Timeline:
-    """Appends what workers and the learner did to a file, until it is closed.
+    """Appends the activity of workers and the learner to a file, until it is closed.
 
     Everything is on one clock, the learner's; of a worker on another machine, the first rollout is
     taken to have ended when it arrived. Within a rollout, steps and calls of the policy alternate:
@@ -44,7 +44,7 @@ class Timeline:
         self._flush_at = self._began
         self._delivered = self._began
         self._ended = [self._began] * workers
-        """Until when what each worker did is in the trace."""
+        """Per worker, the end of its last event in the trace."""
         self._shifts: dict[int, float] = {}
         self._loaded: list[int | None] = [None] * workers
         self._pid = os.getpid()
@@ -61,7 +61,7 @@ class Timeline:
         return json.dumps(event) + ",\n"
 
     def _slice(self, tid: int, name: str, begin: float, end: float, args: str = "") -> str:
-        """Return the event of something that lasted; what was before the trace is cut off."""
+        """Return the event of an activity; its part before the trace is cut off."""
         start = round(1e6 * max(0.0, begin - self._began), 3)
         duration = round(max(0.0, 1e6 * (end - self._began) - start), 3)
         return (
@@ -70,7 +70,7 @@ class Timeline:
         )
 
     def _write(self, events: str) -> None:
-        """Append events; a disk that is full ends the trace, not the collection."""
+        """Append events; a full disk ends the trace, not the collection."""
         with self._lock:
             if self._file.closed:
                 return
@@ -126,14 +126,14 @@ class Timeline:
         return [self._slice(tid, "weights", begin, end, f'"policy version":{version}')]
 
     def _shift(self, worker: int, ended_at: float, now: float) -> float:
-        """Return what to add to times of ``worker`` to have them on the learner's clock."""
+        """Return the offset of times of ``worker`` to the learner's clock."""
         if worker not in self._shifts:
             same = now - _FAR_S < ended_at <= now
             self._shifts[worker] = 0.0 if same else now - ended_at
         return self._shifts[worker]
 
     def published(self, asked: float, version: int) -> None:
-        """Add an update of weights that began when it was ``asked`` for."""
+        """Add an update of weights that began at its request (``asked``)."""
         args = f'"policy version":{version}'
         self._write(self._slice(0, "publish weights", asked, monotonic(), args))
 

@@ -1,4 +1,4 @@
-"""What users see of one collection: numbers, progress, logs, a page, a trace, `gleanrl top`."""
+"""The views of one collection: numbers, progress, logs, a page, a trace, `gleanrl top`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _SHOW_EVERY_S, _SHARE_OF_TIME = 1.0, 0.001
 
 
 class Watching:
-    """Is told of every batch that a collector gathers, and shows what users ask for.
+    """Receives every batch of a collector, and shows the views that users request.
 
     Nothing in it refers to the collector strongly, and nothing that lives on refers to it: it ends
     with the collector.
     """
 
     def __init__(self, name: str, progress: bool | str, logger: Any) -> None:
-        """Take what the collector, a ``name``, was given as ``progress`` and ``logger``.
+        """Take the arguments ``progress`` and ``logger`` of the collector called ``name``.
 
         Raises:
             ConfigError: a logger that cannot be called.
@@ -86,7 +86,7 @@ class Watching:
         self._show(status)
 
     def delegate(self, watcher: Watcher) -> None:
-        """Leave it to ``watcher`` to show the collection to other terminals.
+        """Leave the view in other terminals to ``watcher``.
 
         Args:
             watcher: Is told of every batch: the reports by worker, the newest policy version.
@@ -116,7 +116,7 @@ class Watching:
             self._show(status)
 
     def failed(self, status: Callable[[], Status]) -> None:
-        """Show for the last time what there is: the collection has failed."""
+        """Show the state for the last time, after a failure of the collection."""
         self.end_progress()
         self._show(status)
 
@@ -128,7 +128,7 @@ class Watching:
         self._measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
     def published(self, asked: float, version: int) -> None:
-        """Take in an update of weights that began when it was ``asked`` for."""
+        """Add an update of weights that began at its request (``asked``)."""
         if (timeline := self._timeline) is not None:
             timeline.published(asked, version)
 
@@ -137,7 +137,7 @@ class Watching:
         return self._measures.stats(worker)
 
     def status(self, collector: str, stats: Stats) -> Status:
-        """Return what ``gleanrl top`` shows of a ``collector`` that has these ``stats``."""
+        """Return the values of ``gleanrl top`` for a ``collector`` with these ``stats``."""
         return {
             "collector": collector,
             "pid": os.getpid(),
@@ -184,7 +184,7 @@ class Watching:
 
 
 def _facts(engine: Engine, budget: Budget, measures: Measures, last: bool) -> dict[str, Any]:
-    """Return what progress is shown of."""
+    """Return the facts that progress shows."""
     return {
         "frames": budget.delivered,
         "completed": budget.exhausted,

@@ -1,1 +1,1 @@
-"""Weights: what a snapshot holds and how it is loaded."""
+"""Weights: the contents and the loading of a snapshot."""

@@ -39,7 +39,7 @@ time as plain bytes, and far less where nothing of torch's is in the caches."""
 
 
 def planned(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
-    """Return where tensors like ``weights`` lie in a buffer."""
+    """Return the places of tensors like ``weights`` in a buffer."""
     entries, size = [], _ALIGN
     for name, tensor in weights.items():
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
@@ -84,7 +84,7 @@ class FlatBuffer:
         serial: int,
         values: Sequence[memoryview] | None = None,
     ) -> None:
-        """Copy ``tensors``, in the order of the plan; or their ``values``, where that is known."""
+        """Copy ``tensors``, in the order of the plan; or their ``values``, if these are known."""
         self.words[_VERSION], self.words[_SERIAL] = version, serial
         if values is None:
             with torch.no_grad():
@@ -94,12 +94,12 @@ class FlatBuffer:
                 target[:] = source
 
     def snapshot(self, model_id: str) -> Snapshot:
-        """Return what is in it as weights of ``model_id``, over the same memory."""
+        """Return the contents as weights of ``model_id``, over the same memory."""
         return Snapshot(self.words[_VERSION], {model_id: self._views}, self.words[_SERIAL])
 
 
 def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:
-    """Reserve what a `SharedWeightPublisher` of tensors like ``weights`` needs."""
+    """Reserve the memory of a `SharedWeightPublisher` of tensors like ``weights``."""
     ref = planned(weights)
     return replace(ref, offset=memory.reserve(_ALIGN + _BUFFERS * ref.nbytes))
 
@@ -117,7 +117,7 @@ class SharedWeightPublisher:
     """The publisher's side."""
 
     def __init__(self, memory: SharedMemory, ref: WeightsRef) -> None:
-        """Map what `reserve_shared` has reserved; nothing is published yet."""
+        """Map the memory of `reserve_shared`; nothing is published yet."""
         self.ref = ref
         self._count, self._buffers = _mapped(memory, ref)
         self._known: Sequence[torch.Tensor] = ()
@@ -158,13 +158,13 @@ class SharedWeightReceiver:
     """A reader's side."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        """Read what is published in ``memory``; nothing before `bind`."""
+        """Read weights published in ``memory``; nothing before `bind`."""
         self._memory = memory
         self._seen = 0
         self._count: Sequence[int] = (0,)
 
     def bind(self, model_id: str, ref: WeightsRef) -> None:
-        """Take what is published at ``ref`` for weights of ``model_id`` from now on."""
+        """Read weights of ``model_id`` at ``ref`` from now on."""
         self._model_id, self._seen = model_id, 0
         self._count, self._buffers = _mapped(self._memory, ref)
         self._own = FlatBuffer(ref)
@@ -194,7 +194,7 @@ class SharedWeightReceiver:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor's memory is its values, one after another, and can be read here."""
+    """Tell whether the tensor's memory is its values in order, readable in this process."""
     ordinary = type(tensor) is torch.Tensor and tensor.layout == torch.strided
     if not ordinary or tensor.device.type != "cpu" or tensor.requires_grad:
         return False

@@ -63,7 +63,7 @@ _MapFn: TypeAlias = Callable[[int, TensorDictBase], Any]
 
 
 class WeightSyncScheme:
-    """How one model's weights reach the workers that use it.
+    """The way of one model's weights to the workers that use it.
 
     A scheme is a description: one and the same object can be given to several collectors. Weights
     are sent by ``update_policy_weights_``; every copy is complete and carries one version, and a
@@ -90,7 +90,7 @@ class WeightSyncScheme:
     applies = True
     """Whether updates reach the model."""
     shared = True
-    """Whether weights are published in shared memory, where the workers can share any."""
+    """Whether weights are published in shared memory, if the workers can share any."""
     _standalone = False
 
     @for_users
@@ -121,7 +121,7 @@ class WeightSyncScheme:
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Leave out the attributes of this process."""
         return {**self.__dict__, "_workers": {}, "_receiving": None, "_connected": False}
 
     @staticmethod
@@ -310,7 +310,7 @@ class WeightSyncScheme:
         self._receiver().apply(weights)
 
     def shutdown(self) -> None:
-        """Send or take no more weights. What was sent before still arrives."""
+        """Send or receive no more weights. Weights sent before still arrive."""
         workers, receiver = self._workers, self._receiving
         self._workers, self._receiving, self._connected = {}, None, False
         end = time.monotonic() + _WAIT_S
@@ -341,7 +341,7 @@ class WeightSyncScheme:
 
     @property
     def weights(self) -> TensorDictBase | None:
-        """What would be sent now (to the first worker), or what arrived last."""
+        """The weights to send now (to the first worker), or the weights that arrived last."""
         for worker in self._workers.values():
             return _tree_of(worker.weights())
         return None if self._receiving is None else self._receiving.weights
@@ -497,7 +497,7 @@ _SCHEMES: Mapping[str, type[WeightSyncScheme]] = {
 
 @dataclass
 class _Link:
-    """What both processes have of one worker; it travels as an argument of its process."""
+    """The shared part of both processes of one worker; travels as an argument of its process."""
 
     messages: Queue[bytes | None]
     acks: Connection
@@ -526,7 +526,7 @@ def _count_workers(devices: Sequence[Any] | None, num_workers: int | None) -> in
 
 
 class _Worker:
-    """One worker, as the sender sees it."""
+    """The sender's side of one worker."""
 
     def __init__(
         self,
@@ -574,7 +574,7 @@ class _Worker:
         self.link.messages.put(pickle.dumps((number, extra)))
 
     def settle(self) -> None:
-        """Look at the answers that are there."""
+        """Read the answers that have arrived."""
         while self.link.acks.poll():
             self._take()
         self._check()
@@ -618,10 +618,10 @@ class _Worker:
 
 
 class _Receiver:
-    """The side that has the model. A thread of its own loads what arrives."""
+    """The side that has the model. A thread of its own loads weights on arrival."""
 
     def __init__(self, link: _Link, model: nn.Module | None) -> None:
-        """Tell the sender that this process has started."""
+        """Report the start of this process to the sender."""
         self.model = model
         self.version = 0
         """The number of the `send` whose weights the model has; 0: those of `connect`."""

@@ -47,7 +47,7 @@ def weights_of(source: Any) -> Weights:
 
 
 def by_worker(source: Any) -> bool:
-    """Tell whether ``source`` holds the weights of each worker, and not those of all."""
+    """Tell whether ``source`` holds weights per worker instead of weights for all."""
     if not isinstance(source, Mapping) or isinstance(source, TensorDictBase):
         return False  # a TensorDict is a mapping too, but of weights
     return bool(source) and all(isinstance(key, int) for key in source)
@@ -115,7 +115,7 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """Return what weights of ``module`` have to look like.
+    """Return the required shapes of weights of ``module``.
 
     Buffers may be missing, and so may the further names of a tensor that has several.
     """
@@ -167,7 +167,7 @@ def _wrong(value: Any, shape: tuple[int, ...], wanted: torch.dtype) -> str | Non
 
 
 def _is_extra(name: str) -> bool:
-    """Tell whether ``name`` is that of extra state, which may be anything."""
+    """Tell whether ``name`` names extra state, which may be any object."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -191,7 +191,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
 
 
 class TrackedModule:
-    """The tensors of a module that is still trained, in the order of their names.
+    """The tensors of a module in training, in the order of their names.
 
     Walking a module costs as much as copying a small one. So what was found is kept, together with
     the dictionaries it was found in; as long as those hold the same objects, it is still true.
@@ -206,7 +206,7 @@ class TrackedModule:
         weights = module_weights(self.module)
         self.names = [name for name, value in weights.items() if isinstance(value, torch.Tensor)]
         self.has_extra = len(self.names) < len(weights)
-        """Whether there is extra state, which is no tensor."""
+        """Whether there is extra state, which is not a tensor."""
         self._tensors = [weights[name] for name in self.names]
         self._tables: list[dict[str, Any]] = [
             table
@@ -259,12 +259,12 @@ class PolicyVersion:
 
     @property
     def number(self) -> int:
-        """How many updates there were: what batches carry."""
+        """The number of updates, which batches contain."""
         return self._number
 
     @property
     def version(self) -> int | str:
-        """The version as it is shown: the number, or the label of a uuid version."""
+        """The shown version: the number, or the label of a uuid version."""
         return self._label if self.version_type == "uuid" else self._number
 
     def increment_version(self) -> None:
