@@ -1,1 +1,1 @@
-"""The ``gleanrl`` command: collect, and look at what was collected."""
+"""The ``gleanrl`` command: collect data and inspect them."""

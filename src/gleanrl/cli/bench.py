@@ -1,4 +1,4 @@
-"""``gleanrl bench``: measure a few settings and say which to use here."""
+"""``gleanrl bench``: measure a few settings and name the fastest on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Result:
     start_s: float = 0.0
     """Seconds from the call to the first batch."""
     error: str | None = None
-    """Why there is no figure."""
+    """The reason for a missing figure."""
 
     @property
     def rate(self) -> float:
@@ -89,7 +89,7 @@ class Results:
         return rows
 
     def advice(self) -> list[tuple[str, str]]:
-        """Return what failed, and what to use."""
+        """Return the failed settings and the recommended ones."""
         failed = [row for row in self.rows if row.error]
         lines = [("failed", f"{described(row.setting)}: {row.error}") for row in failed]
         if best := self.best:
@@ -175,7 +175,7 @@ def _check_file(path: Path | None) -> None:
 
 
 def _measure_all(results: Results, policy: Any) -> None:
-    """Measure the planned settings, and the fastest of those with workers asynchronously."""
+    """Measure the planned settings, and the fastest with workers again, asynchronously."""
     options, settings = results.options, plan(results.options, results.cores)
     total = len(settings) + 1
     with Display(options.env, total) as display:
@@ -208,7 +208,7 @@ def _measure(
     seconds: float,
     watch: Callable[[float, float], None],
 ) -> Result:
-    """Measure a setting; one that cannot run (too much memory, say) is a result too."""
+    """Measure a setting; a failure (such as a lack of memory) is a result as well."""
     frames = batch_steps(setting, max(1, most)) * setting.num_envs_total
     blank = Result(setting, frames)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""``gleanrl collect``: run a policy in an environment and say, or keep, what happened."""
+"""``gleanrl collect``: run a policy in an environment; show, or keep, the results."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _collect(
     interruptor: Interruptor,
     display: Display,
 ) -> tuple[EpisodeStats, float]:
-    """Take batches until all frames are there or ``interruptor`` says stop; time it in seconds."""
+    """Take batches until all frames have come or ``interruptor`` stops; return sums and seconds."""
     stats, seconds, start = EpisodeStats(), 0.0, time.perf_counter()
     goals: list[int] = []
     for batch in collector:

@@ -9,7 +9,7 @@ from gleanrl.recording.recorder import convert_dataset
 
 
 def run(options: ConvertOptions) -> int:
-    """Convert, say what there is now and return the exit code.
+    """Convert, print the result and return the exit code.
 
     Raises:
         ConfigError: there is no dataset, or something is at the target already.

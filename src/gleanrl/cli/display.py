@@ -18,7 +18,7 @@ _MOST_ROWS, _MOST_COLUMNS = 10, 80
 """Size of a histogram."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNBOUNDED = 10_000
-"""Columns where there is no terminal: nothing is folded."""
+"""Columns without a terminal, so that no line is folded."""
 
 
 def print_table(

@@ -1,4 +1,4 @@
-"""``gleanrl inspect``: say what a dataset holds and draw its returns."""
+"""``gleanrl inspect``: print the contents of a dataset and draw its returns."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _describe(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
-    """Return what a page says of a dataset."""
+    """Return the page of a dataset."""
     data = dataset.metadata
     figures = [("frames", f"{data.frames:,}"), ("data", size(dataset.nbytes))]
     plots: list[Plot] = []
@@ -106,7 +106,7 @@ def page(dataset: Dataset, stats: EpisodeStats | None) -> Page:
 
 
 def _draw(options: InspectOptions, dataset: Dataset, stats: EpisodeStats | None) -> Path:
-    """Draw the return of every episode and their running mean as PNG; return where."""
+    """Draw the return of every episode and their running mean as PNG; return its path."""
     if stats is None or stats.episodes == 0:
         raise PlotError("there is no complete episode to draw")
     path = options.plot or options.directory / "returns.png"

@@ -1,4 +1,4 @@
-"""The ``gleanrl`` command. Nothing heavy is imported before a command needs it."""
+"""The ``gleanrl`` command. It imports heavy modules only for commands that need them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gleanrl.core.errors import ConfigError, WorkerError
 
 FAILURE, USAGE_ERROR = 1, 2
 INTERRUPTED = 130
-"""After Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C, by the convention of shells."""
 _EXAMPLES = """\
 Examples:
   gleanrl collect CartPole-v1
@@ -35,12 +35,12 @@ Examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what may have been meant."""
+    """Reports an error in one line, with a suggestion."""
 
     commands: Mapping[str, _Parser] = {}
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return what ``arguments`` say; exits if they make no sense."""
+        """Return the parsed ``arguments``; exit if they are invalid."""
         name = next((text for text in arguments if not text.startswith("-")), "")
         if name and name not in self.commands:
             self.error(f"there is no command {name!r}" + _meant(name, self.commands))
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _notes(error: Exception) -> str:
-    """Return what the notes of ``error`` say; its message has said which worker it came from."""
+    """Return the notes of ``error``, whose message has named the worker."""
     notes = getattr(error, "__notes__", ())
     return "".join("; " + re.sub(r"^(worker \d+: )+", "", note) for note in notes)
 

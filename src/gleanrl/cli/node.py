@@ -1,4 +1,4 @@
-"""``gleanrl node``: be a node of a collector that somebody waits with."""
+"""``gleanrl node``: be a node of a waiting collector."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(options: NodeOptions) -> int:
 
 
 def _number() -> int:
-    """Return the number of this node that the environment says."""
+    """Return the number of this node from the environment variables."""
     for name in _NUMBERS:
         if name in os.environ:
             try:

@@ -1,4 +1,4 @@
-"""The commands and what each can be asked for: a dataclass per command is its parser and help."""
+"""The commands and their options: a dataclass per command is its parser and help."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     r"(\d+|\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+|(?=\.\d))(\.\d*)?(e[+-]?\d{1,2})?",
     re.ASCII | re.IGNORECASE,
 )
-"""A number; separators stand only where they group digits by three."""
+"""A number; separators only group digits by three."""
 
 
 def _number(text: str) -> Fraction | None:
@@ -111,7 +111,7 @@ def _shown(value: Any) -> str:
 
 
 def argument(metavar: str, read: Any, help: str, default: Any = MISSING) -> Any:
-    """Return the field of a positional argument, which may be left out if it has a default."""
+    """Return the field of a positional argument, which is optional if it has a default."""
     settings = {"metavar": metavar, "type": read, "help": help}
     if default is not MISSING:
         settings["nargs"] = "?"
@@ -119,7 +119,7 @@ def argument(metavar: str, read: Any, help: str, default: Any = MISSING) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
-    """Have ``parser`` read every field of ``options`` that is an `option` or `argument`."""
+    """Add every `option` and `argument` among the fields of ``options`` to ``parser``."""
     for item in fields(options):
         settings = dict(item.metadata)
         if "flag" in settings:
@@ -134,7 +134,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What acts where."""
+    """The policy and the environments of a command."""
 
     env: str = argument("ENV", str, "Gymnasium id, such as CartPole-v1")
     policy: str = option(
@@ -216,7 +216,7 @@ class CollectOptions(RunOptions):
     out: Path | None = option("DIR", Path, "keep the frames in DIR, a new directory")
     format: str = option("", FORMATS, "what --out writes; see convert --help", "tensordict")
     command: str = ""
-    """The command as it can be typed again."""
+    """The command line that repeats this command."""
 
     @property
     def processes(self) -> int:
@@ -368,4 +368,4 @@ COMMANDS: dict[str, type[Any]] = {
     "top": TopOptions,
     "node": NodeOptions,
 }
-"""What each command reads; its function is the ``run`` of the module of its name."""
+"""The options of each command; its function is the ``run`` of the module of its name."""

@@ -69,10 +69,10 @@ def play(dataset: Dataset, number: int, path: Path | None) -> list[tuple[str, st
 
 
 class Replay:
-    """The environment of an episode, made again and taken to where the episode began."""
+    """The environment of an episode, made again and stepped to the start of the episode."""
 
     def __init__(self, dataset: Dataset, episodes: Sequence[Episode], number: int) -> None:
-        """Make the environment, and repeat what it did before the episode.
+        """Make the environment, and repeat its steps before the episode.
 
         Raises:
             ReplayError: the card does not say how.
@@ -141,7 +141,7 @@ class Replay:
                 self._differs = step
 
     def verdict(self) -> str:
-        """Say whether the environment showed what was recorded."""
+        """Return whether the environment repeated the recorded observations."""
         if self._differs is None:
             return "every observation is the recorded one"
         return (

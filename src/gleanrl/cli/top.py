@@ -33,7 +33,7 @@ _COLUMNS = (
 _LIST_COLUMNS = ("PID", "collector", "command", "frames", "frames/s")
 _WIDE, _PIPE_COLUMNS = 100, 120
 _OLD_S = 2
-"""Seconds after which a status is old: collectors renew it with what they gather."""
+"""Seconds after which a status is old; collectors renew it with each batch."""
 _SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
 _QUIT = {b"q", b"Q", b"\x1b", b"\x04"}
 Status = Mapping[str, Any]
@@ -87,7 +87,7 @@ def _of(pid: int | None) -> list[dict[str, Any]]:
 
 
 def _watch(console: Console, pid: int, found: list[dict[str, Any]], every_s: float) -> None:
-    """Show what runs in process ``pid`` until it ends or the user quits."""
+    """Show the collection in process ``pid`` until it ends or the user quits."""
     hint = Text("q quits", style="dim")
     with _keys() as quits, Live(console=console, auto_refresh=False, screen=False) as live:
         while found:

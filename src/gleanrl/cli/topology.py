@@ -1,4 +1,4 @@
-"""What ``collect`` runs and ``bench`` compares: the collector of some options, and its policy."""
+"""The collector and the policy of some options, for ``collect`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gleanrl.collectors.launch import check_counts
 from gleanrl.core.errors import ConfigError, note
 
 RANDOM = "random"
-"""The policy that is none."""
+"""The name for no policy."""
 _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
-"""More, because a batch of several processes has to be handed over and waited for."""
+"""A larger number, because a batch of several processes costs a transfer and a wait."""
 _MIN_STEPS = 8
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def described(options: CollectOptions) -> str:
-    """Say in a few words where the environments are."""
+    """Return a short description of the places of the environments."""
     envs, count = plural(options.num_envs, "environment"), options.processes
     if not count:
         return f"{envs} in this process"
@@ -40,7 +40,7 @@ def described(options: CollectOptions) -> str:
 
 
 def check(options: CollectOptions) -> None:
-    """Refuse what makes no sense, or what this machine cannot hold, before anything is built.
+    """Refuse contradictions, and sizes beyond this machine's memory, before building anything.
 
     Raises:
         ConfigError: options contradict each other, or the least memory that they would take is more

@@ -33,7 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 _LIBRARIES = frozenset({"cloudpickle", "numpy", "tensordict", "torch", *sys.stdlib_module_names})
-"""What this library calls as users do: an error from there may be the fault of either."""
+"""Modules that this library calls as users do, so that an error may be the fault of either."""
 
 
 class GleanError(Exception):
@@ -51,7 +51,7 @@ class ConfigError(GleanError, ValueError):
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument is missing, unknown or of a type that it cannot have."""
+    """An argument is missing, unknown or of a wrong type."""
 
 
 class UnknownEnvError(ConfigError, _UnquotedKeyError):
@@ -67,7 +67,7 @@ class PolicyError(GleanError, RuntimeError):
 
 
 class PolicyTypeError(PolicyError, TypeError):
-    """The policy cannot be called with what the environment gives."""
+    """The policy cannot be called with the entries of the environment."""
 
 
 class WeightsError(GleanError, ValueError):
@@ -79,25 +79,25 @@ class UnknownModelError(WeightsError, _UnquotedKeyError):
 
 
 class ReplayError(GleanError, RuntimeError):
-    """A replay buffer cannot do what was asked in the state it is in."""
+    """A replay buffer cannot carry out the call in its present state."""
 
 
 class ClosedError(GleanError, RuntimeError):
-    """The collector was shut down and cannot do what was asked."""
+    """The collector was shut down and cannot carry out the call."""
 
 
 class WorkerError(GleanError, RuntimeError):
     """User code raised in a worker; carries the worker, message and remote traceback."""
 
     headline: str = ""
-    """What happened, without the traceback."""
+    """The message, without the traceback."""
 
 
 class WorkerDied(GleanError, RuntimeError):
-    """A worker process ended without being asked to."""
+    """A worker process ended without a command to end."""
 
     worker: int | None = None
-    """Which one, if it was a worker."""
+    """The index of the worker, if it was a worker."""
 
 
 class CollectorTimeout(GleanError, TimeoutError):
@@ -105,13 +105,13 @@ class CollectorTimeout(GleanError, TimeoutError):
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add to an error of the user's code where it came from; errors of ours say it themselves."""
+    """Add the origin to an error of the user's code; GleanRL's own errors contain it."""
     if not isinstance(error, GleanError):
         error.add_note(text)
 
 
 def name_worker(error: BaseException, worker: int) -> None:
-    """Say in what `note` has added to ``error`` which worker it came from."""
+    """Name the worker in the note that `note` has added to ``error``."""
     notes: list[str] = getattr(error, "__notes__", [])
     notes[:] = [f"worker {worker}: {text}" for text in notes]
 
@@ -119,7 +119,7 @@ def name_worker(error: BaseException, worker: int) -> None:
 def refuse(
     module: str, names: Mapping[str, str], find: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``: it says what to use instead of ``names``.
+    """Return the ``__getattr__`` of ``module``, whose errors name replacements of ``names``.
 
     Args:
         module: Its ``__name__``.
@@ -146,7 +146,7 @@ def error_text(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return what to add to an error about an argument ``name`` where there are ``known`` ones."""
+    """Return a suggestion for an error about an argument ``name``, among ``known`` ones."""
     close = difflib.get_close_matches(name, known, 1, 0.65)
     return f"; did you mean {close[0]}=?" if close else ""
 
@@ -155,7 +155,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def for_users(function: Callable[P, R]) -> Callable[P, R]:
-    """Have what users call raise errors without the frames of this library.
+    """Make functions for users raise errors without the frames of this library.
 
     An argument that ``function`` does not take is an `ArgumentTypeError` that suggests another one.
     """

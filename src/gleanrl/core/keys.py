@@ -12,7 +12,7 @@ from typing import TypeAlias
 Key: TypeAlias = tuple[str, ...]
 """A nested key: ``("agents", "observation")``."""
 NestedKey: TypeAlias = str | tuple[str, ...]
-"""What users write: a string or a tuple of strings."""
+"""A key as users write it: a string or a tuple of strings."""
 
 NEXT = "next"
 OBSERVATION: Key = ("observation",)
@@ -58,7 +58,7 @@ def next_key(key: Key) -> Key:
 
 
 def format_key(key: Key) -> str:
-    """Spell ``key`` the way a user would write it in code.
+    """Return ``key`` as a user would write it in code.
 
     >>> format_key(("action",)), format_key(("next", "reward"))
     ("'action'", "('next', 'reward')")
@@ -67,7 +67,7 @@ def format_key(key: Key) -> str:
 
 
 def outermost(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """Return those of ``keys`` of which no other key stands at an outer level of their prefix.
+    """Return the ``keys`` without another key at an outer level of their prefix.
 
     Of end flags these are the ones that end something: where the root has flags, those of nested
     groups (single agents, say) end nothing.

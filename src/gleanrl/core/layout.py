@@ -1,4 +1,4 @@
-"""What one step looks like: keys, shapes and dtypes, known before the first step is taken."""
+"""The layout of one step: keys, shapes and dtypes, known before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gleanrl.core.keys import Key, format_key
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """Return the numpy dtype of a torch dtype, ``None`` where numpy has none (bfloat16)."""
+    """Return the numpy dtype of a torch dtype, ``None`` if numpy has none (bfloat16)."""
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:
@@ -27,7 +27,7 @@ class Field:
     """One entry of a step."""
 
     key: Key
-    """Where it stands in the delivered batch, ``("next", "reward")`` for example."""
+    """Its key in the delivered batch, ``("next", "reward")`` for example."""
     shape: tuple[int, ...]
     """Shape of one frame, without environment and time dimensions."""
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The same dtype, as numpy calls it.
+        """The same dtype of numpy.
 
         Raises:
             ConfigError: numpy has no such dtype.
@@ -75,12 +75,12 @@ class DoneGroup:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A nested part of a step whose batch has dimensions of its own (one per agent, say)."""
+    """A nested part of a step whose batch has further dimensions (such as one for agents)."""
 
     key: Key
-    """Where it stands in the delivered batch."""
+    """Its key in the delivered batch."""
     shape: tuple[int, ...]
-    """The dimensions that its batch has behind those of environments and time."""
+    """The dimensions of its batch after those of environments and time."""
     names: tuple[str | None, ...]
     """Their names."""
 
@@ -114,7 +114,7 @@ class Layout:
     batch_shape: tuple[int, ...]
     fields: tuple[Field, ...]
     steps: int | None = None
-    """Steps of every rollout, where only the source decides that (a collector in a worker)."""
+    """Steps of every rollout, if only the source decides that (a collector in a worker)."""
     environments: int | None = None
     """How many there are, where that is not `num_envs`: the rollouts of a collector's own workers
     may be delivered in turn, or one after another in time."""
@@ -128,5 +128,5 @@ class Layout:
 
     @property
     def all_envs(self) -> int:
-        """Environments there are, for seeds and trajectory ids."""
+        """The number of environments, for seeds and trajectory ids."""
         return self.num_envs if self.environments is None else self.environments

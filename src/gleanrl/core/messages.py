@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class WindowRef:
-    """A window as plain numbers: what a worker needs to map it."""
+    """A window as plain numbers, from which a worker maps it."""
 
     slot: int
     worker: int
@@ -37,9 +37,9 @@ class WindowRef:
     steps: int
     blocks: tuple[Block, ...]
     arena: int = 0
-    """Which of the learner's arenas it is of; a worker writes into one."""
+    """The index of the learner's arena; a worker writes into one arena."""
     alone: bool = False
-    """Whether the slab is this worker's alone: what lies between its blocks is free."""
+    """Whether the slab is this worker's alone, so that the space between its blocks is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """Where published weights lie, and what one buffer of them holds."""
+    """The place of published weights, and the contents of one buffer of them."""
 
     offset: int
     nbytes: int
@@ -107,7 +107,7 @@ class Seed:
     seed: int
     static: bool = False
     stream: int | None = None
-    """What the random streams are made from; ``seed`` by default."""
+    """The seed of the random streams; ``seed`` by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Reset environments: all, or those whose index is given."""
+    """Reset environments: all, or those with the given indices."""
 
     envs: tuple[int, ...] | None = None
     options: Mapping[str, Any] | None = None
@@ -153,7 +153,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Return what ``path`` names on the source."""
+    """Return the object at ``path`` on the source."""
 
     path: str
 
@@ -172,19 +172,19 @@ Command: TypeAlias = (
 
 @dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
 class Report:
-    """What a source says of one rollout."""
+    """A source's report about one rollout."""
 
     steps: int
-    """Valid steps per environment; less than asked for only if stopped."""
+    """Valid steps per environment; fewer than requested only if stopped."""
     frames: int
     """Valid frames over all environments."""
     policy_version: int
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     payload: Any = None
-    """The rollout, where it does not lie in the window; ``None`` if it does."""
+    """The rollout, if it is not in the window; ``None`` if it is."""
     ended: Ended = field(default=NONE_ENDED, compare=False)
-    """What says which episodes ended. The reward of a frame with several is their mean."""
+    """The data about ended episodes. The reward of a frame with several is their mean."""
     times: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), compare=False)
     """When the worker turned to the rollout, its source began and had collected, on the monotonic
     clock of the worker's machine."""
@@ -204,7 +204,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker is up; this is what its steps look like."""
+    """The worker is ready; this is the layout of its steps."""
 
     worker: int
     layout: Layout | None

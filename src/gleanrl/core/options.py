@@ -31,7 +31,7 @@ _CASTS = (torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What a source needs to know to make rollouts."""
+    """The settings with which a source makes rollouts."""
 
     max_frames_per_traj: int | None = None
     """Steps after which an episode is truncated and reset; ``None`` for no limit."""
@@ -50,7 +50,7 @@ class RolloutOptions:
     stream: int | None = None
     """Number the random streams are made from; ``None`` draws from the global ones until seeded."""
     count_steps: bool = True
-    """Deliver ``step_count`` where there is a limit, so that the environment may have none."""
+    """Deliver ``step_count`` if there is a limit, so that the environment need not have one."""
 
     @property
     def counts(self) -> bool:
@@ -128,7 +128,7 @@ class FrameBudget:
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of ``text`` where the user's code called this library."""
+    """Warn with ``text`` at the line where the user's code called this library."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
         frame, level = frame.f_back, level + 1
@@ -136,7 +136,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as a whole number, also if it is written as numpy's or as ``1e6``.
+    """Return ``value`` as a whole number; numpy's integers and ``1e6`` are accepted.
 
     Raises:
         ConfigError: it is no whole number, or smaller than ``least``.
@@ -179,7 +179,7 @@ def _as_int(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Which device does what; ``None`` where nothing was said."""
+    """The devices of policy, environment and storage; ``None`` if not set."""
 
     policy: torch.device | None = None
     env: torch.device | None = None
@@ -193,7 +193,7 @@ class DevicePlan:
         policy_device: torch.device | str | int | None,
         env_device: torch.device | str | int | None,
     ) -> DevicePlan:
-        """Fill what was not given from ``device``; storage follows policy and env if they agree.
+        """Fill missing devices from ``device``; storage follows policy and env if they agree.
 
         Raises:
             ConfigError: a device that does not exist here.
@@ -312,7 +312,7 @@ class GymOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions(GymOptions):
-    """What to collect from. Everything a worker needs to build its environments."""
+    """The environments. All settings with which a worker builds its environments."""
 
     create_env_fn: Any
     """An id, an environment, a callable that returns one, or a sequence of these."""
@@ -346,7 +346,7 @@ def check_observation_dtype(dtype: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What to act with."""
+    """The policy and its settings."""
 
     policy: Any = None
     policy_factory: Callable[[], Any] | None = None
@@ -355,7 +355,7 @@ class PolicyOptions:
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     device: torch.device | None = None
     fast: bool = True
-    """Leave out what is proven to make no difference; else policies are called as they are."""
+    """Leave out calls that are proven to make no difference; else call policies as they are."""
     provide_inputs: bool = True
     """Provide ``"is_init"`` and zeroed recurrent states to policies that read them."""
 
@@ -366,7 +366,7 @@ class PolicyOptions:
 
 
 def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
-    """Read a limit the way users write it: ``None``, zero and negative numbers mean none.
+    """Read a limit as users write it: ``None``, zero and negative numbers mean no limit.
 
     Raises:
         ConfigError: it is no whole number; ``name`` says what it limits.

@@ -39,7 +39,7 @@ def _follow(root: Any, node: ast.expr, path: str) -> Any:
 
 
 def call(root: Any, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Resolve ``path`` and call what it names; return it as it is if it is not callable.
+    """Resolve ``path`` and call the object; return the object if it is not callable.
 
     Raises:
         ValueError: arguments were given for something that is not callable.

@@ -1,4 +1,4 @@
-"""Where GleanRL runs: Linux, and macOS without worker processes; limits; what extras install."""
+"""Platforms of GleanRL: Linux, and macOS without worker processes; limits; extras."""
 
 import errno
 import sys
@@ -11,7 +11,7 @@ from gleanrl.core.errors import ConfigError, GleanError
 
 
 def check_import() -> None:
-    """Have ``import gleanrl`` fail at once where nothing works.
+    """Make ``import gleanrl`` fail at once on platforms without support.
 
     Raises:
         ImportError: on Windows.
@@ -24,7 +24,7 @@ def check_import() -> None:
 
 
 def require_linux(what: str) -> None:
-    """Refuse what is built on anonymous memory files, process descriptors and events of Linux.
+    """Refuse features that need Linux's anonymous memory files, process descriptors and events.
 
     Raises:
         GleanError: on another platform.

@@ -1,4 +1,4 @@
-"""The nouns of the library on one page: what each part must offer to the others."""
+"""The nouns of the library on one page: the interface of each part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stop(Protocol):
         """Return the byte (``index`` is 0)."""
 
     def __setitem__(self, index: int, value: int, /) -> None:
-        """Raise it or take it back."""
+        """Set or clear the flag."""
 
 
 class Spec(Protocol):
@@ -45,7 +45,7 @@ class Spec(Protocol):
 
 
 class EnvBatch(Protocol):
-    """``P`` environments that step at once: what the two kinds below have in common."""
+    """``P`` environments that step at once: the common part of the two kinds below."""
 
     layout: EnvLayout
     action_specs: Mapping[Key, Spec]
@@ -55,7 +55,7 @@ class EnvBatch(Protocol):
 
     @property
     def inner(self) -> Any:
-        """What the user gave us: answers ``getattr_env``."""
+        """The user's environment, which answers ``getattr_env``."""
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
@@ -70,10 +70,10 @@ class EnvBatch(Protocol):
         """Seed every environment (from its next reset on); return the last seed used."""
 
     def state(self) -> dict[str, Any]:
-        """Return what must be kept across a restart (transform state for example)."""
+        """Return the state that must survive a restart (of transforms, for example)."""
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned."""
+        """Restore a state from `state`."""
 
     def close(self) -> None:
         """Release the environments. Idempotent."""
@@ -120,7 +120,7 @@ class Policy(Protocol):
     """Maps root fields to actions and extras, without gradients."""
 
     inner: Any
-    """What the user gave, as remote access sees it."""
+    """The user's policy, for remote access."""
     outputs: tuple[Field, ...]
     """Everything it writes per step, actions included; ``("next", state)`` for recurrent state."""
     states: tuple[Key, ...]
@@ -147,14 +147,14 @@ class Policy(Protocol):
         """
 
     def explain(self) -> list[str]:
-        """Say what each part is run as; one line a part."""
+        """Return how each part runs, in one line per part."""
 
     def forget(self) -> None:
-        """Drop what earlier steps left behind; all environments begin anew."""
+        """Drop the state of earlier steps, because all environments begin again."""
 
 
 class Source(Protocol):
-    """What a worker serves."""
+    """The object that a worker serves."""
 
     def layout(self) -> Layout | None:
         """Describe one step, or ``None`` if rollouts travel as payloads."""
@@ -178,20 +178,20 @@ class Source(Protocol):
         """Return everything needed to continue elsewhere."""
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned."""
+        """Restore a state from `state`."""
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a dotted path on the source and call it, or return it if not callable."""
 
     def get(self, path: str) -> Any:
-        """Return what a dotted path names on the source."""
+        """Return the object at a dotted path on the source."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""
 
 
 SourceFactory: TypeAlias = Callable[[int], Source]
-"""Builds the source of the worker of that number, where it will run."""
+"""Builds the source of the worker with that number, in the worker."""
 
 
 class SharedMemory(Protocol):
@@ -201,14 +201,14 @@ class SharedMemory(Protocol):
         """Grow by ``nbytes``; return the offset of what was added."""
 
     def map(self) -> mmap.mmap:
-        """Return a mapping of all there is now."""
+        """Return a mapping of all reserved memory."""
 
 
 class WeightPublisher(Protocol):
     """Where the weights of one model are published for all workers at once."""
 
     ref: WeightsRef
-    """What a worker has to know to read it (`core.messages.Bind`)."""
+    """The reference from which a worker reads it (`core.messages.Bind`)."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and make them the newest.
@@ -223,7 +223,7 @@ class Backend(Protocol):
 
     @property
     def memory(self) -> SharedMemory | None:
-        """What rollouts have to lie in, ``None`` for private memory."""
+        """The memory of rollouts, ``None`` for private memory."""
 
     @property
     def inline(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from gleanrl.core.window import Array
 
 Ended: TypeAlias = bytes
-"""What says which episodes ended in a rollout.
+"""The data about episodes that ended in a rollout.
 
 It is bytes from the worker that has the rewards until the learner adds them up, as each object in
 between would take more time than the sums: what `head_of` returns, and memory of
@@ -53,13 +53,13 @@ _HEAD = struct.Struct("=c3x3i")
 """Numpy's character for the dtype of the rewards; how many environments (0 if what follows are
 episodes), steps, and bytes of rewards there are."""
 _Opened: TypeAlias = tuple[bytes, int, int, int, Ended]
-"""The parts of its head, and all of it."""
+"""The parts of its head, and the whole head."""
 _AT_ONCE = 1 << 17
 """Bytes that are added up at once: with fewer, calls take more time, with more, cache misses."""
 
 
 def head_of(rewards: Array) -> bytes:
-    """Return how `Ended` begins for ``rewards``; it is the same for all of their shape and dtype.
+    """Return the head of `Ended` for ``rewards``, which depends on their shape and dtype only.
 
     With cold caches, making it takes 7 us: more than all else that is done per rollout.
     """

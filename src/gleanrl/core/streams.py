@@ -1,4 +1,4 @@
-"""Random streams: those that must not change, and those of a worker."""
+"""Random streams: the user's, which must not change, and those of a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _legacy: Any = np.random
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave torch, numpy and Python random state as they were, whatever the body draws.
+    """Restore the random states of torch, numpy and Python after the body.
 
     Accelerators are included if they were in use before.
     """
@@ -56,7 +56,7 @@ def _install_on_devices(states: Sequence[torch.Tensor]) -> None:
 
 
 def renewed(seed: int, life: int) -> int:
-    """Return what the streams of a worker that was lost ``life`` times are made from."""
+    """Return the seed of the streams of a worker that was lost ``life`` times."""
     if life == 0:
         return seed
     return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint64)[0] >> 2)
@@ -73,7 +73,7 @@ _MT19937_BYTES = 4 * (624 + 1)
 
 
 def _take_normal() -> float | None:
-    """Return the normal number that numpy keeps for its next draw; it may be gone afterwards.
+    """Return the normal number that numpy keeps for its next draw; numpy may lose it.
 
     numpy's legacy generator draws normal numbers in pairs. The second number is kept beside the bit
     generator, and `set_bit_generator` drops it. Only ``get_state`` tells of it, for 70 us; a draw
@@ -126,7 +126,7 @@ class Streams:
         """Use the global streams until seeded."""
         self._own: list[Any] | None = None
         self._device_seed = 0
-        """What accelerators are seeded with when they are used first."""
+        """The seed of accelerators at their first use."""
         self.actions: torch.Tensor | None = None
         """State of torch's generator for random actions, ``None`` before the first was drawn."""
 

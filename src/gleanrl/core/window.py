@@ -1,4 +1,4 @@
-"""The memory of one rollout, as loops write and read it."""
+"""The memory of one rollout, for loops that write and read it."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class Window:
         return rows
 
     def zero_from(self, step: int) -> None:
-        """Zero every field from ``step`` on (what a stopped rollout never reached)."""
+        """Zero every field from ``step`` on, which a stopped rollout never reached."""
         for tensor in self._tensors.values():
             tensor[:, step:] = 0
