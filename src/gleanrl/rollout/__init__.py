@@ -1,1 +1,1 @@
-"""One worker: the hot loops and what they stand on."""
+"""One worker: the hot loops and their parts."""

@@ -1,4 +1,4 @@
-"""Build a source where it will run: environment, policy, and the loop that fits them."""
+"""Build a source in its process: environment, policy, and the loop that fits them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 @dataclass(frozen=True, slots=True)
 class Initialised:
-    """A `SourceFactory` that calls something of the user's first."""
+    """A `SourceFactory` that calls the user's ``init_fn`` first."""
 
     init_fn: Callable[[], Any]
     factory: SourceFactory
@@ -62,14 +62,14 @@ class Initialised:
 
 @dataclass(frozen=True, slots=True)
 class SourceBuilder:
-    """A `SourceFactory`: everything a worker needs to build its source, in picklable groups."""
+    """A `SourceFactory` with all settings of a worker's source, in picklable groups."""
 
     env: EnvOptions
     policy: PolicyOptions
     rollout: RolloutOptions
 
     def __call__(self, worker: int) -> Source:
-        """Build the source. Random states are as before afterwards.
+        """Build the source. Random states are restored.
 
         Raises:
             ConfigError: options the environment cannot honour.
@@ -128,7 +128,7 @@ class SourceBuilder:
         judges: bool = True,
         why: str = "the environment works on TensorDicts",
     ) -> Source:
-        """Serve the environment of ``handle``; ``known``: a policy that was called already."""
+        """Serve the environment of ``handle``; ``known``: a policy after its first call."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
         root = handle.root.clone()
@@ -144,7 +144,7 @@ class SourceBuilder:
         return TensorDictRollout(handle, actor, self.rollout, expected=expected, why=why)
 
     def _actor(self, env: Any, shown: Shown) -> tuple[Actor, TensorDictBase]:
-        """Return what acts, and the root as the environment would be given it."""
+        """Return the actor, and the root as the environment would receive it."""
         chosen = complete_exploration(self._user_policy(), env)
         if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
             return Actor(), shown.root
@@ -172,7 +172,7 @@ class SourceBuilder:
 
 
 def _with_tensordicts(env: GymnasiumEnv) -> Any:
-    """Return the environments of ``env`` with TensorDict methods: the user's object if it has.
+    """Return the environments of ``env`` with TensorDict methods: the user's object if it has them.
 
     Not if the collector was given options that the user's object was not made with.
     """

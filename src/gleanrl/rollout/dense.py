@@ -114,7 +114,7 @@ class DenseRollout(BaseSource):
         return self._report(taken, payload=payload)
 
     def explain(self) -> str:
-        """Say which path every part takes, and why."""
+        """Return the path of every part, with the reasons."""
         with self._exploration(), torch.no_grad():
             parts = self._policy.explain()
         inner, count = self._env.inner, self._env.layout.num_envs
@@ -148,7 +148,7 @@ class DenseRollout(BaseSource):
 
 
 def check_can_cut(env: Env | Pool, options: RolloutOptions) -> None:
-    """Check that environments can be reset one by one where that is needed.
+    """Check that single environments can be reset if that is needed.
 
     Raises:
         ConfigError: they cannot.

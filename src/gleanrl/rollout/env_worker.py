@@ -1,4 +1,4 @@
-"""The source behind one worker of a `ParallelEnv`: environments that do one thing per command.
+"""The source of one worker of a `ParallelEnv`: environments with one action per command.
 
 What is to be done, and with which actions, lies in a window of one step that learner and worker
 share; there the results are written. Results that do not fit it travel as a payload, so every
@@ -44,18 +44,18 @@ from gleanrl.envs.tensordict import (
 from gleanrl.memory.trees import copied, tensordict_over
 
 TODO: Key = ("_todo",)
-"""What a worker is to do, in the row of each of its environments."""
+"""The task of a worker, in the row of each of its environments."""
 RESET: Key = ("_reset",)
 Left: TypeAlias = tuple[TensorDictBase | None, TensorDictBase | None]
 """What was found under ``"next"`` and at the following root, where it does not fit the window."""
 
 
 class Todo(enum.IntEnum):
-    """What one command asks for."""
+    """The task of one command."""
 
     STEP = 1
     STEP_AND_RESET = 2
-    """Step, then reset what ended."""
+    """Step, then reset ended environments."""
     RESET = 3
     RESET_MASKED = 4
     """Reset where the ``"_reset"`` mask in the window is set."""
@@ -63,7 +63,7 @@ class Todo(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EnvWorkerInfo:
-    """What the learner has to know of one worker's environments."""
+    """The learner's description of one worker's environments."""
 
     batch: tuple[int, ...]
     """Shape of one of them."""
@@ -71,24 +71,24 @@ class EnvWorkerInfo:
     specs: tuple[Composite, ...]
     """Of one environment: observations, actions, rewards, end flags."""
     inputs: tuple[Key, ...]
-    """What has to be in the window for a step."""
+    """The inputs in the window for a step."""
     masked: bool
     """Whether the window takes masks for partial resets."""
     infos: Sequence[Key]
-    """Which observations are requested info entries."""
+    """The observations that are requested info entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvWorkerBuilder:
-    """Makes the environments of one worker, there."""
+    """Makes the environments of one worker, in the worker."""
 
     create_env_fn: tuple[EnvFactory, ...]
     create_env_kwargs: tuple[Mapping[str, Any], ...]
     stream: int
-    """What the worker's random streams are made from until environments are seeded."""
+    """The seed of the worker's random streams until environments are seeded."""
 
     def __call__(self, worker: int) -> Source:
-        """Make them one after the other."""
+        """Make the environments one after the other."""
         seed_streams(self.stream)
         made: list[Any] = []
         with closed_on_error(made):
@@ -98,14 +98,14 @@ class EnvWorkerBuilder:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed what environments of this process may draw from."""
+    """Seed the random generators of this process, which environments may use."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     python_random.seed(seed)
 
 
 class EnvWorker:
-    """Serves environments of one kind; a `Collect` takes a step, or resets, as its window says."""
+    """Serves environments of one kind; a `Collect` steps or resets, by the task in its window."""
 
     def __init__(self, envs: Sequence[Any]) -> None:
         """Take over ``envs``.
@@ -126,7 +126,7 @@ class EnvWorker:
         return Layout(tuple(self.envs.batch_size), self._row.fields, groups=self._row.groups)
 
     def described(self) -> EnvWorkerInfo:
-        """Tell the learner what it has to know."""
+        """Return the description for the learner."""
         first, row = self.envs.members[0], self._row
         return EnvWorkerInfo(
             batch=tuple(first.batch_size),
@@ -144,7 +144,7 @@ class EnvWorker:
     # -- stepping --------------------------------------------------------------------------------
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Do what the window says, once."""
+        """Carry out the task in the window, once."""
         row = self._row
         assert row is not None
         if window is not self._window:
@@ -160,7 +160,7 @@ class EnvWorker:
     def carry_out(
         self, todo: Todo, data: TensorDictBase | None, options: Mapping[str, Any]
     ) -> Left:
-        """Do the same with data that do not lie in the window, or reset with ``options``."""
+        """Do the same with data outside the window, or reset with ``options``."""
         if todo not in (Todo.STEP, Todo.STEP_AND_RESET):
             return None, copied(self._env.reset(data, **options))
         if todo == Todo.STEP:
@@ -171,10 +171,10 @@ class EnvWorker:
     # -- what every source has -------------------------------------------------------------------
 
     def place(self, base: int, stride: int) -> None:
-        """Nothing is numbered."""
+        """Do nothing, because these environments have no numbers."""
 
     def load(self, snapshot: Snapshot) -> None:
-        """Refuse weights: there is no policy here."""
+        """Refuse weights, because this worker has no policy."""
         raise WeightsError("environments of a ParallelEnv have no policy to load weights into")
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
@@ -193,19 +193,19 @@ class EnvWorker:
         self._env.reset(data, **options)
 
     def state(self) -> dict[str, Any]:
-        """Return what the environments keep, ``"worker0"`` and so on."""
+        """Return the environments' states, ``"worker0"`` and so on."""
         return self.envs.state_dict()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned."""
+        """Restore a state from `state`."""
         self.envs.load_state_dict(state, strict)
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` here and call it."""
+        """Resolve ``path`` in this worker and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names here."""
+        """Return the object at ``path`` in this worker."""
         return paths.resolve(self, path)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class _GymRow:
         )
 
     def bind(self, window: Window) -> None:
-        """Step in ``window``, whose root row holds the present; its end flags stay down."""
+        """Step in ``window``, whose root row holds the present; its end flags stay False."""
         self.env.move(window)
         self._window = window
         self._mask, self._done = window.rows(RESET)[0], window.rows(next_key(DONE))[0]
@@ -263,7 +263,7 @@ class _GymRow:
         return None
 
     def reset(self, masked: bool) -> Left | None:
-        """Reset all, or where the mask is set."""
+        """Reset all environments, or those in the mask."""
         chosen = np.flatnonzero(self._mask).tolist() if masked else range(len(self._mask))
         self._batch.reset(self._window, chosen)
         return None
@@ -316,12 +316,12 @@ class _TensorDictRow:
         return None if fits else (copied(after), copied(root))
 
     def reset(self, masked: bool) -> Left | None:
-        """Reset all."""
+        """Reset all environments."""
         root = self._env.reset()
         return None if self._put(root, self._root) else (None, copied(root))
 
     def _put(self, data: TensorDictBase, views: Mapping[Key, torch.Tensor]) -> bool:
-        """Write ``data`` if they are exactly what ``views`` expect; tell whether they are."""
+        """Write ``data`` if they fit ``views`` exactly; return whether they do."""
         found: dict[Key, torch.Tensor] = {}
         if not self._take_apart(data, (), found) or found.keys() != views.keys():
             return False
@@ -332,7 +332,7 @@ class _TensorDictRow:
         return True
 
     def _take_apart(self, data: TensorDictBase, at: Key, found: dict[Key, torch.Tensor]) -> bool:
-        """Find the tensors in ``data``; ``False`` if there is anything but nested tensors."""
+        """Find the tensors in ``data``; ``False`` if ``data`` has other objects."""
         batch = self._shapes.get(at, tuple(self._env.batch_size))
         if isinstance(data, LazyStackedTensorDict) or tuple(data.batch_size) != batch:
             return False

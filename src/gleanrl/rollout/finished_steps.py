@@ -1,4 +1,4 @@
-"""Finished steps of environments with TensorDict methods: what they should be, where they go.
+"""Finished steps of environments with TensorDict methods: their layout and their storage.
 
 Steps go into rows of a window as long as they are what was expected, and are kept as they are
 otherwise.
@@ -33,10 +33,10 @@ from gleanrl.rollout.plan import RolloutPlan
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSteps:
-    """What finished steps consist of, as far as it is known before one was taken."""
+    """The expected contents of finished steps, as far as known before the first step."""
 
     plan: RolloutPlan
-    """What is delivered."""
+    """The delivered fields."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
     shown: tuple[Key, ...]
@@ -51,7 +51,7 @@ class ExpectedSteps:
 def expect(
     env: Any, layout: EnvLayout, root: TensorDictBase, actor: Actor, options: RolloutOptions
 ) -> ExpectedSteps | None:
-    """Return what steps of ``env`` are expected to be, before one was taken.
+    """Return the expected contents of steps of ``env``, before the first step.
 
     Its specs, its first reset and one call of the policy tell. A step that is something else is no
     error: the rollout it is part of travels as a payload.
@@ -151,11 +151,11 @@ class _Unstored:
     """Whether every step has it."""
 
     def write(self, value: object, t: int) -> bool:
-        """Store ``value`` as row ``t``; tell whether it is what was expected."""
+        """Store ``value`` as row ``t``; return whether it fits the expectation."""
         return True
 
     def clear(self, t: int) -> None:
-        """Store that step ``t`` does not have it."""
+        """Store that step ``t`` lacks the entry."""
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ class _Node:
         return found == len(entries) or self._fill(value, t)
 
     def _fill(self, value: TensorDictBase, t: int) -> bool:
-        """Clear what ``value`` lacks; tell whether it may lack all of it."""
+        """Clear the entries that ``value`` lacks; return whether it may lack all of them."""
         present = set(value.keys())
         missing = [entry for name, entry in self.entries.items() if name not in present]
         for entry in missing:
@@ -237,10 +237,10 @@ class StepRecorder:
         self._t = -1
         self._view: TensorDictBase | None = None
         self.steps: list[TensorDictBase] | None = None
-        """The steps as TensorDicts; ``None`` as long as all of them lie in the window."""
+        """The steps as TensorDicts; ``None`` while all of them are in the window."""
 
     def begin(self, window: Window | None) -> None:
-        """Start a rollout; without a window, or without fields, steps are kept as they are."""
+        """Start a rollout; without a window, or without fields, keep steps unchanged."""
         self._t, self._window = -1, window
         rows = self._fields is not None and window is not None and window.keys()
         self.steps = None if rows else []
@@ -251,7 +251,7 @@ class StepRecorder:
             self._before, self._after = self._trees[window]
 
     def before(self, root: TensorDictBase) -> None:
-        """Store what the environment showed, before it steps."""
+        """Store the environment's root entries, before it steps."""
         self._t += 1
         if self.steps is None and not _write_some(self._before, root, self._t):
             self.steps = [self._row(t, root.device) for t in range(self._t)]
@@ -314,7 +314,7 @@ def _tree(
 
 
 def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
-    """Write the entries of ``node`` only; there may be others in ``data``."""
+    """Write the entries of ``node`` only; ``data`` may have others."""
     for name, entry in node.entries.items():
         value = data.get(name, None)
         if isinstance(entry, _Node):
@@ -331,6 +331,6 @@ def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | Non
 
 
 def _even(stack: LazyStackedTensorDict) -> bool:
-    """Tell whether all of ``stack`` have the same entries: it shows only those."""
+    """Tell whether all of ``stack`` have the same entries, because it shows only common ones."""
     names = set(stack.keys())
     return all(set(part.keys()) == names for part in stack.tensordicts)

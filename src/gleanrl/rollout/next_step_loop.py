@@ -35,7 +35,7 @@ from gleanrl.rollout.dense import DenseRollout
 from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
-"""Raw steps that may be left over however short a rollout is."""
+"""Raw steps that may be left over, even if a rollout is shorter."""
 _ONLY_KNOWN = (
     "; to have that delivered, make the vector environment with autoreset_mode='SameStep', or "
     "vectorise single environments with num_envs=: this one resets in its next step"
@@ -44,7 +44,7 @@ _LATER = np.iinfo(np.int64).max // 2
 
 
 class ResetTracker:
-    """Follows the resets of a pool in rollouts where somebody has to know of them at once.
+    """Follows the resets of a pool in rollouts that need to know them at once.
 
     That is the policy, if it has state, and who is to be reset at once instead of in the next step:
     environments whose episode reached its limit, and those that fell too far behind. Short episodes
@@ -67,7 +67,7 @@ class ResetTracker:
         self._log: StepLog
 
     def begin(self, policy: Policy, log: StepLog) -> Callable[[int], None] | None:
-        """Start a rollout; return what to call after every step, or ``None`` for nothing."""
+        """Start a rollout; return a function to call after every step, or ``None``."""
         self._policy, self._log, self._counts = policy, log, None
         if STEP_COUNT in policy.provided:
             self._counts = log.window.array(STEP_COUNT)[..., 0]
@@ -154,7 +154,7 @@ class NextStepRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     _DRAW_AHEAD = 32
-    """How many raw steps a rollout takes is not known when it begins."""
+    """Rows of random actions that are drawn at once; the rollout's raw steps are not known."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ def _check_fits(unfit: Mapping[int, tuple[Key, Any]]) -> None:
 def _logged(
     layout: Layout, root_fields: Sequence[Field], env: EnvLayout, policy: Policy
 ) -> tuple[list[Field], list[Key]]:
-    """Return what the log holds, and which root keys give ``"next"`` from the following row."""
+    """Return the fields of the log, and the root keys that give ``"next"`` from the next row."""
     observed = {field.key for field in env.observations}
     shifted = [key for key in observed if any(f.key == next_key(key) for f in layout.fields)]
     bulk = {TRAJ_IDS, MASK, STEP_COUNT, POLICY_VERSION}

@@ -1,4 +1,4 @@
-"""Which fields a source delivers, and everything about a rollout that is cheaper in bulk."""
+"""The delivered fields of a source, and all work on a rollout that is cheaper in bulk."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class RolloutPlan:
         return Window.allocate(self.root_fields, self.layout.num_envs, 1)
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Prepare ``window``: flags down, root row 0 from ``next_root``."""
+        """Prepare ``window``: flags False, root row 0 from ``next_root``."""
         bound = self._bound.get(window)
         if bound is None:
             bound = self._bound[window] = self._bind(window)
@@ -269,7 +269,7 @@ class RolloutPlan:
 
 
 def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Callable[[], Array]:
-    """Return what gives one reward per frame, see `mean_rewards`.
+    """Return a function that gives one reward per frame, see `mean_rewards`.
 
     Args:
         rewards: ``[P, T, ...]`` each; may be written later.
@@ -282,7 +282,7 @@ def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Ca
 
 
 def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:
-    """Return the end flags that are delivered: those who can be cut can be truncated."""
+    """Return the delivered end flags: environments that can be cut can be truncated."""
     if options.max_frames_per_traj is None:
         return tuple(dones)
     return tuple(replace(group, truncated=True) for group in dones)
@@ -294,7 +294,7 @@ def check_options(
     groups: Sequence[DoneGroup],
     written: Iterable[Key],
 ) -> None:
-    """Check what was asked for against what the environment shows and the policy writes.
+    """Check the options against the entries of the environment and of the policy.
 
     Args:
         options: What the user asked for.
@@ -339,7 +339,7 @@ def check_options(
 
 
 def _truncate_last(window: Window, group: DoneGroup, last: int) -> None:
-    """Mark step ``last`` as truncated where the episode did not end by itself."""
+    """Mark step ``last`` as truncated if the episode did not end by itself."""
     if not group.truncated or last < 0:
         return
     prefix = (NEXT, *group.prefix)

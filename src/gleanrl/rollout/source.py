@@ -1,4 +1,4 @@
-"""What every source of rollouts shares: environments and counters, weights, remote access."""
+"""The common part of sources of rollouts: environments, counters, weights, remote access."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BaseSource:
 
     tracker: Tracker
     num_envs: int
-    """Asked for by name: without a layout nothing else tells."""
+    """Read by name, because without a layout no other attribute tells."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class BaseSource:
         self._clock = StepClock()
         self.policy_version = 0
         self.inconsistent = False
-        """Whether something failed half-way: environments and counters no longer agree."""
+        """Whether a failure left environments and counters in disagreement."""
         self._fresh = True
         self._keeps = False
-        """Whether what the policy wrote at earlier steps outlives the reset under way."""
+        """Whether the policy's entries of earlier steps survive the current reset."""
 
     # -- weights and remote access -----------------------------------------------------------------
 
     def load(self, snapshot: Snapshot) -> None:
-        """Load weights of one or more models; the next rollout is made with them."""
+        """Load weights of one or more models, for the next rollout."""
         models = {name: self._module(name) for name in snapshot.models}
         for name, weights in snapshot.models.items():
             check_weights(models[name], weights)
@@ -70,7 +70,7 @@ class BaseSource:
         self.policy_version = snapshot.version
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return what the weights of a model look like, by dotted name.
+        """Return the shapes of the weights of a model, by dotted name.
 
         Raises:
             UnknownModelError: there is none of that id.
@@ -94,11 +94,11 @@ class BaseSource:
         )
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call what it names."""
+        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return what ``path`` names."""
+        """Return the object at ``path``."""
         return paths.resolve(self, path)
 
     # -- what environments and counters have in common ---------------------------------------------
@@ -109,7 +109,7 @@ class BaseSource:
 
     @contextmanager
     def rolling(self) -> Iterator[None]:
-        """Run a rollout without gradients, on our own streams, from resets where these are due."""
+        """Run a rollout without gradients, on the source's own streams, after due resets."""
         failed = self.inconsistent
         self.inconsistent = True
         with self.streams.active(), torch.no_grad(), self._exploration():
@@ -152,7 +152,7 @@ class BaseSource:
         return last
 
     def state(self) -> dict[str, Any]:
-        """Return counters, streams, version and what the environment keeps."""
+        """Return counters, streams, version and the environment's state."""
         return {
             "env": self._envs.state(),
             "tracker": self.tracker.state(),
@@ -161,7 +161,7 @@ class BaseSource:
         }
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what `state` returned; environments restart on fresh resets.
+        """Restore a state from `state`; environments restart on fresh resets.
 
         Raises:
             ConfigError: the state is that of another number of environments.
@@ -182,7 +182,7 @@ class BaseSource:
 
 
 def explanation(loop: str, env: str, policy: Sequence[str]) -> str:
-    """Lay out what `explain` answers."""
+    """Return the text of `explain`."""
     return "\n".join(
         [f"loop: {loop}", f"environment: {env}", "policy:", *(f"  {p}" for p in policy)]
     )

@@ -1,4 +1,4 @@
-"""How long the environments and the policy take, at next to no cost in most rollouts."""
+"""The time of environments and policy, at next to no cost in most rollouts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StepClock:
         """Start before the first rollout."""
         self._rollouts = 0
         self.seconds: list[float] | None = None
-        """What environment and policy took in the last rollout, if that was measured."""
+        """The seconds of environment and policy in the last rollout, if they were measured."""
 
     def begin(self, act: _Call, step: _Call) -> tuple[_Call, _Call]:
-        """Start a rollout; return what its loop calls to have the policy act and environments step.
+        """Start a rollout; return the functions with which its loop acts and steps.
 
         The second rollout is measured as well: in the first, much is done for once.
         """

@@ -26,7 +26,7 @@ class _Finals:
 
 
 class StepLog:
-    """A log of raw steps with two parts: what the last rollout left over, and this rollout.
+    """A log of raw steps with two parts: the rest of the last rollout, and this rollout.
 
         row:  keep - left ......... keep ............ keep + taken
               steps not delivered   steps of this     the root row
@@ -47,7 +47,7 @@ class StepLog:
         keep: int,
         marks_init: bool,
     ) -> None:
-        """Reserve memory; it is touched only as far as it is used.
+        """Reserve memory, which is touched only as far as it is used.
 
         Args:
             fields: What the log holds.
@@ -83,7 +83,7 @@ class StepLog:
         self._stock = np.zeros(envs, np.int64)
         """Steps of every environment that the last rollout left over."""
         self.window = self._view(keep, room)
-        """The rows of this rollout: what pool and policy are bound to."""
+        """The rows of this rollout, to which pool and policy are bound."""
         self.next_root = self._view(keep + room, 1)
         self.marks_init = marks_init
         self._init = (
@@ -98,7 +98,7 @@ class StepLog:
         return Window(tensors, self._envs, steps)
 
     def adopt(self, other: StepLog) -> None:
-        """Take over what ``other`` has left over; this one must be as wide and keep as much."""
+        """Take over the steps left over in ``other``; this log must be as wide and as long."""
         left = self._left = other._left
         mine = slice(self._keep - left, self._keep)
         theirs = slice(other._keep - left, other._keep)
@@ -137,7 +137,7 @@ class StepLog:
             self._init[t][envs] = True
 
     def restarted(self, t: int, envs: Array) -> None:
-        """Prepare for a reset of ``envs`` after step ``t``: keep what it will overwrite.
+        """Prepare for a reset of ``envs`` after step ``t``: keep the data that it will overwrite.
 
         Without this an end means that the next step is no transition.
         """
@@ -206,7 +206,7 @@ class StepLog:
         return self._versions[source // self._width] if versions else None
 
     def _oldest(self, first: int, last: int, steps: int) -> Array:
-        """Return where in the flat log the oldest pending steps are, ``[P, steps]``."""
+        """Return the places of the oldest pending steps in the flat log, ``[P, steps]``."""
         count, width = last - first, self._width
         pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
         each = np.arange(self._envs)
@@ -230,7 +230,7 @@ class StepLog:
                 window.array(next_key(key))[envs, place] = values[here]
 
     def trim(self) -> tuple[Array, int]:
-        """Make what is left over fit, at the cost of environments that are too far ahead.
+        """Trim left-over steps to fit, at the cost of environments that are too far ahead.
 
         Returns:
             The environments whose left-over steps were all discarded, and how many steps that were.

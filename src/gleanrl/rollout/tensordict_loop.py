@@ -106,7 +106,7 @@ class TensorDictRollout(BaseSource):
         self._begin_episodes(list(range(envs)))
 
     def explain(self) -> str:
-        """Say which path every part takes, and why."""
+        """Return the path of every part, with the reasons."""
         policy = self._actor.policy
         with self._exploration(), torch.no_grad():
             parts = ["random actions, drawn by the environment"]
@@ -205,7 +205,7 @@ class TensorDictRollout(BaseSource):
         return counted
 
     def _begin_random(self) -> Callable[[], None]:
-        """Return what acts at random; what the policy would write is zero, and carried like it."""
+        """Return a random actor; the policy's other entries are zero, and carried as usual."""
         handle, actor, acting = self._handle, self._actor, self.streams.acting
         if actor.zero_outputs is not None:
             handle.root.update(actor.zero_outputs.clone())
@@ -220,7 +220,7 @@ class TensorDictRollout(BaseSource):
         return act
 
     def _follow(self) -> None:
-        """Let what the policy wrote under ``"next"`` replace its root entries."""
+        """Replace root entries by the policy's entries under ``"next"``."""
         root, after = self._handle.root, self._handle.after
         assert after is not None
         for key in self._actor.policy_written_state:
@@ -232,7 +232,7 @@ class TensorDictRollout(BaseSource):
             root.set(IS_INIT, flags)
 
     def _begin_episodes(self, envs: Sequence[int]) -> None:
-        """Zero the states that are provided and raise ``"is_init"`` in ``envs``."""
+        """Zero the provided states and set ``"is_init"`` in ``envs``."""
         root = self._handle.root
         for state in self._actor.states:
             value = root.get(state.key, None)
@@ -254,7 +254,7 @@ class TensorDictRollout(BaseSource):
     # -- a whole rollout -------------------------------------------------------------------------
 
     def _finish(self, window: Window | None, taken: int, steps: int) -> TensorDictBase | None:
-        """Complete the window; or return what did not fit it."""
+        """Complete the window; or return the data that did not fit."""
         recorder = self._recorder
         if recorder.steps is not None:
             return self._assemble(recorder.steps, steps)
@@ -270,7 +270,7 @@ class TensorDictRollout(BaseSource):
         return None
 
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
-        """Stack the steps, and add what is counted in bulk."""
+        """Stack the steps, and add the entries that are counted in bulk."""
         bulk, valid = self._bulk, len(taken)
         self._check_declared(taken)
         if self.options.check_finite:
@@ -295,7 +295,7 @@ class TensorDictRollout(BaseSource):
         return batch
 
     def _check_declared(self, steps: list[TensorDictBase]) -> None:
-        """Refuse ``"truncated"`` beside end flags without it: the environment would not act on it.
+        """Refuse an undeclared ``"truncated"``, which the environment would ignore.
 
         Raises:
             EnvError: names the entry.
@@ -318,7 +318,7 @@ class TensorDictRollout(BaseSource):
         return np.stack(found, 1)
 
     def _add_flags(self, batch: TensorDictBase) -> None:
-        """Add flags that steps lack: at the root they are down, others follow from each other."""
+        """Add missing flags: False at the root, under ``"next"`` derived from each other."""
         given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
         _derive_flags(self._groups, given, batch.get, batch.set)
         there = leaves(batch)
@@ -360,7 +360,7 @@ def _derive_flags(
     get: Callable[[Key], torch.Tensor],
     put: Callable[[Key, torch.Tensor], Any],
 ) -> None:
-    """Put end flags that are delivered though the environment does not set all of them.
+    """Add delivered end flags that the environment does not set.
 
     Each follows from those that are ``given``.
     """

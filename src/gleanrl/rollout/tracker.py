@@ -1,4 +1,4 @@
-"""Which trajectory every frame belongs to, and when one has to be cut."""
+"""The trajectory of every frame, and the steps at which to cut trajectories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gleanrl.core.window import Array
 _NEVER = np.iinfo(np.int64).max
 _NONE = np.empty((2, 0), np.int64)
 _MOST_SENT = 1 << 14
-"""Frames of a rollout whose rewards are passed on, to be added up with those of others."""
+"""Frames of a rollout whose rewards the learner adds up together with others."""
 
 
 class Tracker:
@@ -33,7 +33,7 @@ class Tracker:
     """
 
     def __init__(self, envs: int, max_frames: int | None) -> None:
-        """Start at episode 0 of every environment; there are no others until `place`."""
+        """Start at episode 0 of every environment, without other environments until `place`."""
         self._index = np.arange(envs, dtype=np.int64)
         self._stride = envs
         self._max = max_frames
@@ -41,13 +41,13 @@ class Tracker:
         self._age = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
         self._sums: EpisodeSums | None = None
-        """Adds up large rollouts. All rollouts are of one size, but those that are stopped."""
+        """Adds up large rollouts. All rollouts have one size, except stopped ones."""
         self._begun = self._index
         """Environments that begin an episode with the next rollout though none has ended."""
         self._head, self._head_for = b"", (-1, np.dtype(float))
-        """How `Ended` begins for rollouts of so many steps with rewards of that dtype."""
+        """The head of `Ended` for rollouts of so many steps with rewards of that dtype."""
         self.ended: Ended = NONE_ENDED
-        """What says which episodes ended in the last rollout."""
+        """The data about episodes that ended in the last rollout."""
         self._due = np.full(envs, _NEVER)
         self._over: list[int] = []
         self._over_after: list[int] = []
@@ -56,7 +56,7 @@ class Tracker:
         self._init_rows: Sequence[Array] = ()
         self._shown: Array | None = None
         self.next_due = -1
-        """The next step at which some environment has to be truncated, or -1."""
+        """The next step at which an environment must be truncated, or -1."""
 
     def place(self, base: int, stride: int) -> None:
         """Number the environments from ``base`` on, among ``stride`` of all workers."""
@@ -64,7 +64,7 @@ class Tracker:
         self._stride = stride
 
     def begin(self, init_rows: Sequence[Array] = (), counts: Array | None = None) -> None:
-        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set where step ``t`` ends.
+        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set if step ``t`` ends episodes.
 
         ``counts``: ``[P, T]`` int64, shows the steps taken in the episode before each step, and is
         corrected where an episode ends. Only with a limit.
@@ -114,7 +114,7 @@ class Tracker:
         rows, ends = ended
         first, age = self._episode * self._stride + self._index, self._age
         over: Array | None = None
-        """How many episodes were over before each root row, ``[P, steps + 1]``."""
+        """The number of episodes that ended before each root row, ``[P, steps + 1]``."""
         if len(rows) and steps > 1:
             begins = np.zeros((len(age), steps + 1), bool)
             begins[rows, ends] = True
