@@ -16,7 +16,7 @@ import torch
 import gleanrl
 from gleanrl.collectors import weight_update
 from tools.hunt.cases import Case
-from tools.hunt.policies import around_building, make_policy
+from tools.hunt.policies import make_policy
 from tools.hunt.worlds import make_one, make_vector, start_counting
 
 GAMMA = 0.5
@@ -118,7 +118,8 @@ def _environments(case: Case, folder: Path | None, first: int) -> Any:
     """Return what the collector makes environments from, for workers from ``first`` on."""
     if case.pool:
         mode, _, kind = case.env.partition(" ")
-        return make_vector(first, mode, case.envs, case.draws, kind or "fresh")
+        vector = partial(make_vector, first, mode, case.envs, case.draws, kind or "fresh")
+        return partial(standin().make, vector) if "standin" in case.options.values() else vector()
     shared = None if folder is None else str(folder)
     workers = range(first, first + case.workers)
     makers = [partial(make_one, at, case.env, case.draws, shared) for at in workers]
@@ -159,13 +160,11 @@ def build(case: Case, policy: Any, folder: Path, life: int, **more: Any) -> Any:
         options["num_envs"] = case.envs
     start_counting()
     environments = _environments(case, numbers, life * case.workers)
-    with around_building(case.policy):
-        if options.pop("front_door", None):
-            return _front_door(case, environments, policy, options)
-        kind = collector_class(case)
-        if case.backend == "nodes":
-            options["launcher"] = "mp"
-        return kind(environments, policy, **options)
+    if options.pop("front_door", None):
+        return _front_door(case, environments, policy, options)
+    if case.backend == "nodes":
+        options["launcher"] = "mp"
+    return collector_class(case)(environments, policy, **options)
 
 
 def _front_door(case: Case, environments: Any, policy: Any, options: dict[str, Any]) -> Any:

@@ -20,8 +20,8 @@ ENVS: tuple[str, ...] = (
     "torchrl",
 )
 POOLS = ("NextStep", "SameStep", "Disabled", "NextStep shared", "SameStep reused")
-POLICIES: tuple[str, ...] = ("linear", "module", "opaque", "recurrent", "drawing", "typed")
-POLICIES += ("carrying", "cached", "numpy", "random", "perturbed")
+POLICIES: tuple[str, ...] = ("linear", "module", "opaque", "recurrent", "initial")
+POLICIES += ("drawing", "typed", "carrying", "cached", "numpy", "random", "perturbed")
 SINKS = ("batches", "buffer", "rows", "slices", "priorities", "recorder")
 EVENTS: tuple[str, ...] = ("update", "some", "each", "seed", "reset", "reload", "state", "hold")
 EVENTS += ("globals", "stats", "rollout", "silent", "evaluate")
@@ -229,7 +229,7 @@ def allowed(case: Case, name: str) -> bool:
         "categorical_action_encoding": not native,
         "policy_factory": case.policy != "random" and case.backend != "here",
         "trust_policy": case.policy not in ("module", "numpy", "random"),
-        "init_random_frames": case.policy != "recurrent" and case.writers == 1,
+        "init_random_frames": case.policy not in ("recurrent", "initial") and case.writers == 1,
         "weight_updater": case.backend in ("sync", "async") and case.policy != "random",
         "weight_sync_schemes": case.backend in ("sync", "async"),
         "update_at_each_batch": case.policy != "random",
@@ -265,7 +265,7 @@ def draw(number: int) -> Case:
     pools = backend == "here" and chance.random() < 0.3
     kinds = ENVS if backend == "here" or chance.random() < 0.1 else ENVS[:-1]
     env = chance.choice(POOLS if pools else kinds)
-    unfit = {"module", "recurrent", "carrying", "numpy"} if env == "agents" else set()
+    unfit = {"module", "recurrent", "initial", "carrying", "numpy"} if env == "agents" else set()
     sink = chance.choice(SINKS) if chance.random() < 0.35 else "batches"
     background = sink != "batches" and chance.random() < 0.6
     # A parametrized module cannot be sent to a process.

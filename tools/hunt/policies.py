@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 from torch import nn
@@ -51,29 +51,24 @@ class Acting(nn.Module):
         with torch.no_grad():
             bias[0] = float(version)
 
-    def replace(self, episode: int) -> None:
-        """Put another tensor in the place of the bias, with a tag for the episode."""
-        bias = self.layer.bias
-        bias.data = torch.tensor([-1.0 - episode, 0.0], device=bias.device)
-
-    def forward(self, observation: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
+    def forward(
+        self,
+        observation: torch.Tensor,
+        hidden: torch.Tensor | None = None,
+        is_init: torch.Tensor | None = None,
+    ) -> Any:
         """Return the action; with memory also the steps since the reset, else perhaps a draw."""
         action = self.layer(observation)
         if hidden is not None:
-            return action, hidden + 1
+            # Where it is asked for, the state is zeroed by the policy itself.
+            begun = 0.0 if is_init is None else hidden * is_init
+            return action, hidden - begun + 1
         if self.extra == "drawing":
             return action, torch.rand(observation.shape[:-1], device=observation.device)
         if self.extra == "typed":
             kind = interaction_type() or InteractionType.RANDOM
             return action, observation.new_full(observation.shape[:-1], MODES[kind])
         return action
-
-
-class _Plain(nn.Sequential):
-    """Library layers only, which the fast path records."""
-
-    def __init__(self, acting: Acting) -> None:
-        super().__init__(acting.layer)
 
 
 class _Carrying(nn.Module):
@@ -126,21 +121,31 @@ def make_policy(kind: str, env: str = "fresh") -> tuple[Any, Acting]:
         return _Carrying(acting), acting
     if kind == "numpy":
         return _Numpy(acting), acting
-    if kind == "recurrent":
-        keys = ["observation", "hidden"], ["action", ("next", "hidden")]
+    if kind in ("recurrent", "initial"):
+        asked = ["is_init"] if kind == "initial" else []
+        keys = ["observation", "hidden", *asked], ["action", ("next", "hidden")]
         policy = TensorDictModule(acting, *keys)
         policy.state_shapes = {"hidden": (1,)}
         return policy, acting
     if kind == "perturbed":
-        # The environment sets the weights at each reset, behind the collector's back.
-        at_reset.append(acting.replace)
-    inner = _Plain(acting) if kind in ("linear", "perturbed", "cached") else acting
+        acting.tag(-1)
+    # Library layers only, which the fast path records.
+    inner: nn.Module = nn.Sequential(acting.layer) if kind in ("linear", "cached") else acting
+    if kind == "perturbed":
+        # The environment changes a setting at each reset, behind the collector's back.
+        slope = nn.LeakyReLU(1.0)
+        inner = nn.Sequential(acting.layer, slope)
+        at_reset.append(lambda episode: setattr(slope, "negative_slope", 1.0 + episode))
     extra = {"drawing": ["drawn"], "typed": ["mode"]}.get(kind, [])
     return TensorDictModule(inner, [observation], [action, *extra]), acting
 
 
 @contextlib.contextmanager
-def around_building(kind: str) -> Iterator[None]:
-    """Hold while a collector is built: one of a ``"cached"`` policy is built in its cache."""
-    with parametrize.cached() if kind == "cached" else contextlib.nullcontext():
+def around_beginning(kind: str, policy: Any) -> Iterator[None]:
+    """Hold until the first batch: a ``"cached"`` policy has a filled cache until then."""
+    if kind != "cached":
+        yield
+        return
+    with parametrize.cached():
+        policy(TensorDict({policy.in_keys[0]: torch.zeros(1, 6)}, [1]))
         yield
