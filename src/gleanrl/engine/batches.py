@@ -1,4 +1,4 @@
-"""What batches look like, the memory they are written into, and how they are handed over."""
+"""The layout, the memory and the delivery of batches."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class BatchOptions:
     cat: int = -1
     """Otherwise: the dimension along which rollouts are put one after another."""
     device: torch.device | None = None
-    """Where batches are delivered; ``None`` leaves tensors where they are."""
+    """The device of delivered batches; ``None`` leaves tensors on their device."""
     trim: bool = False
-    """Leave out what stopped rollouts never reached, unless rollouts are stacked."""
+    """Leave out steps that stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
     """A batch is the rollout of one worker, the first to finish."""
 
@@ -183,11 +183,11 @@ class Slots:
         return 0
 
     def windows(self, slot: int) -> Sequence[m.WindowRef]:
-        """Return where each worker writes its part of ``slot``."""
+        """Return the windows of the workers in ``slot``."""
         return self._windows[slot]
 
     def prepare(self, slot: int) -> None:
-        """Do what can be done for `hand_over` before the rollouts are there."""
+        """Prepare `hand_over` before the rollouts arrive."""
 
     def release(self, slot: int) -> None:
         """Give back a slot that was not handed over."""
@@ -203,7 +203,7 @@ class Slots:
     def _put_together(
         self, parts: Sequence[TensorDictBase], reports: Sequence[m.Report]
     ) -> TensorDictBase:
-        """Return rollouts as one batch; lazily stacked where their entries or shapes differ."""
+        """Return rollouts as one batch; lazily stacked if their entries or shapes differ."""
         if self._trim:
             parts = _trimmed(parts, reports, self._cat_dim)
         if self._stacked:
@@ -329,7 +329,7 @@ def _trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> l
 
 
 def _joined(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """Copy ``parts`` one after another along ``dim``; stacked lazily where they differ."""
+    """Copy ``parts`` one after another along ``dim``; stack them lazily if they differ."""
     if len(parts) == 1:
         return parts[0]
     time = parts[0].ndim - 1

@@ -1,4 +1,4 @@
-"""How many frames were asked for, and how many came."""
+"""The numbers of requested and of delivered frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gleanrl.core.options import FrameBudget
 
 @dataclass(slots=True)
 class Tally:
-    """What one worker has delivered."""
+    """The delivered rollouts and frames of one worker."""
 
     frames: int = 0
     rollouts: int = 0
@@ -30,7 +30,7 @@ class Budget:
     limits: FrameBudget
     delivered: int = 0
     under_way: int = 0
-    """Frames that were asked for and did not come back yet."""
+    """Frames that were requested and have not arrived."""
 
     @property
     def exhausted(self) -> bool:
@@ -40,7 +40,7 @@ class Budget:
 
     @property
     def wants_more(self) -> bool:
-        """Whether what was delivered and what is under way is less than the total."""
+        """Whether delivered frames and frames under way are fewer than the total."""
         total = self.limits.total_frames
         return total is None or self.delivered + self.under_way < total
 
@@ -50,11 +50,11 @@ class Budget:
         return self.delivered + self.under_way < self.limits.init_random_frames
 
     def dispatch(self, frames: int) -> None:
-        """Note that ``frames`` frames were asked for."""
+        """Note a request for ``frames`` frames."""
         self.under_way += frames
 
     def deliver(self, asked: int, frames: int) -> None:
-        """Note that a rollout of ``asked`` frames came back with ``frames`` valid ones."""
+        """Note that a rollout of ``asked`` frames arrived with ``frames`` valid ones."""
         self.under_way -= asked
         self.delivered += frames
 

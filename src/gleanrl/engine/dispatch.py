@@ -1,4 +1,4 @@
-"""Commands out, replies back, matched by ticket, whatever else is asked in between."""
+"""Commands and their replies, matched by ticket, in any order."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ class Ticket:
     arrived: int = 0
     """The reply's place among all replies."""
     lost: WorkerDied | CollectorTimeout | None = None
-    """Why no reply will come, if the worker was lost before."""
+    """The reason for a missing reply, if the worker was lost before."""
 
 
 class Dispatcher:
-    """Posts commands to the workers of a backend and hands every reply to its ticket."""
+    """Posts commands to the workers of a backend and assigns every reply to its ticket."""
 
     def __init__(self, backend: Backend, workers: int) -> None:
-        """Speak for ``workers`` workers; tickets count from 1 (0 is a worker's start)."""
+        """Serve ``workers`` workers; tickets count from 1 (0 is a worker's start)."""
         self._backend = backend
         self.tolerant = False
         """Whether collection continues with the others when workers are lost."""
         self.replacing: Replacements | None = None
-        """Has lost workers replaced, if they are."""
+        """Replaces lost workers, if the user wants that."""
         self.joining: set[int] = set()
         """Lost workers whose replacement is expected."""
         self._setting_up: set[int] = set()
-        """Tickets of what brings replacements up to date."""
+        """Tickets of commands that bring replacements up to date."""
         self.workers = workers
         self._open: dict[int, Ticket] = {}
         self._occupied: dict[int, int] = {}
-        """Per worker that is known to be at a command other than `Collect`: its ticket."""
+        """Per worker that carries out a command other than `Collect`: its ticket."""
         self._number = 0
         self._arrivals = 0
         self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
         self.losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
-        """When (seconds since the epoch) which workers were lost to what: the newest."""
+        """The newest losses: time (seconds since the epoch), workers and error."""
         self.last_reply = [time.monotonic()] * workers
-        """When each worker last replied."""
+        """The time of each worker's last reply."""
         self._next_look = 0.0
         self._warned: dict[int, float] = {}
-        """When the user was last warned of a worker that is waited for."""
+        """The time of the last warning about each silent worker."""
 
     @property
     def alive(self) -> list[int]:
@@ -81,12 +81,12 @@ class Dispatcher:
 
     @property
     def lost(self) -> list[WorkerDied | CollectorTimeout]:
-        """What workers were lost to, first lost first."""
+        """The errors of lost workers, first lost first."""
         return list(self._lost.values())
 
     @property
     def intact(self) -> bool:
-        """Whether collection can go on: no worker was lost, or losses are tolerated."""
+        """Whether collection can continue: no worker was lost, or losses are tolerated."""
         some = len(self._lost) < self.workers or bool(self.joining)
         return not self._lost or (self.tolerant and some)
 
@@ -114,7 +114,7 @@ class Dispatcher:
         return ticket
 
     def pump(self, timeout: float | None) -> Ticket | None:
-        """Take in one reply; return its ticket, or ``None`` if no caller waits for it any more.
+        """Receive one reply; return its ticket, or ``None`` if no caller waits for it any more.
 
         Raises:
             CollectorTimeout: none came within ``timeout`` seconds.
@@ -146,7 +146,7 @@ class Dispatcher:
         return ticket
 
     def _bring_up(self, reply: m.Reply) -> None:
-        """Take a replacement in once it is up; if anything about it fails, it is lost again."""
+        """Admit a replacement after its start; if anything about it fails, it is lost again."""
         worker = reply.worker
         self._open.pop(reply.ticket, None)
         self._setting_up.discard(reply.ticket)
@@ -160,7 +160,7 @@ class Dispatcher:
         self.raise_lost()
 
     def _welcome(self, reply: m.Ready) -> Exception | None:
-        """Bring a replacement up to date; return why it cannot be one."""
+        """Bring a replacement up to date; return the reason if that fails."""
         worker = reply.worker
         assert self.replacing is not None
         try:
@@ -180,7 +180,7 @@ class Dispatcher:
         return None
 
     def take_in(self) -> None:
-        """Take in what has come, without waiting; deaths are noted, for `raise_lost` to raise."""
+        """Receive the available replies, without waiting; note deaths for `raise_lost`."""
         while True:
             try:
                 self.pump(0.0)
@@ -191,7 +191,7 @@ class Dispatcher:
                     raise
 
     def check(self) -> None:
-        """Take in what has come, without waiting.
+        """Receive the available replies, without waiting.
 
         Raises:
             WorkerDied: a worker's process ended.
@@ -201,7 +201,7 @@ class Dispatcher:
         self.raise_lost()
 
     def raise_lost(self) -> None:
-        """Raise what the first lost worker was lost to, if collection cannot go on."""
+        """Raise the error of the first lost worker, if collection cannot continue."""
         if not self.intact:
             raise self.lost[0]
 
@@ -274,7 +274,7 @@ class Dispatcher:
         )
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for one reply like `pump`; return ``False`` when time is up.
+        """Wait for one reply like `pump`; return ``False`` at the deadline.
 
         Without a deadline, the user is warned now and then of the workers that are waited for, and
         ``False`` is returned now and then.
@@ -291,7 +291,7 @@ class Dispatcher:
         return replied
 
     def warn_silent(self) -> None:
-        """Warn of workers that have owed a reply for a minute, however often others have replied.
+        """Warn of workers that owe a reply for a minute, even if other workers have replied.
 
         Raises:
             WorkerDied: a worker's process has ended, and collection cannot go on.
@@ -312,7 +312,7 @@ class Dispatcher:
             )
 
     def _silent(self, now: float) -> list[int]:
-        """Return the workers that owe a reply for long, unless the user was just warned of them."""
+        """Return the workers that owe a reply for long, unless a warning has just named them."""
         since = dict.fromkeys(self.joining, 0.0)
         for ticket in self._open.values():
             since[ticket.worker] = min(since.get(ticket.worker, ticket.posted), ticket.posted)
@@ -323,17 +323,17 @@ class Dispatcher:
         )
 
     def forget(self, ticket: Ticket) -> None:
-        """Ignore the ticket's reply when it comes."""
+        """Ignore the ticket's reply on arrival."""
         self._open.pop(ticket.number, None)
         self._setting_up.discard(ticket.number)
 
     def ended(self, worker: int | None) -> None:
-        """Note that ``worker`` ended because it was asked to: it was not lost."""
+        """Note that ``worker`` ended by command, so that it was not lost."""
         if worker is not None and self._lost.pop(worker, None) is not None:
             self.losses.pop()
 
     def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
-        """Count ``workers`` as lost, so that nothing is ever asked of them; return the error."""
+        """Count ``workers`` as lost, so that they get no further commands; return the error."""
         error = CollectorTimeout(why)
         for worker in workers:
             self._lose(worker, error)

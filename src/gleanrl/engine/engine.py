@@ -1,4 +1,4 @@
-"""Workers, memory and a gather, wired together: one call, one batch."""
+"""Workers, memory and a gather together: each call collects one batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Engine:
         *,
         start_timeout: float = 120.0,
     ) -> None:
-        """Start the workers and learn what their steps look like.
+        """Start the workers and read the layout of their steps.
 
         Args:
             make_backend: Builds the backend from a function that maps windows.
@@ -67,17 +67,17 @@ class Engine:
         self._turns = FairLock()
         self._busy = False
         self._close_next: Callable[[], None] | None = None
-        """Closes the engine as soon as the rollout of this very thread has ended."""
+        """Closes the engine at the end of the rollout that this thread makes."""
         self.set_aside: Engine | None = None
-        """Has the workers from before `exchange`, which are closed with those of now."""
+        """The engine with the workers from before `exchange`, which closes with this one."""
         self.awaited = False
-        """Whether somebody waits for a batch: workers may collect for later meanwhile."""
+        """Whether a caller waits for a batch; otherwise workers may collect ahead."""
         self.failure: BaseException | None = None
-        """What ended collection in the background; the next call raises it."""
+        """The error that ended collection in the background; the next call raises it."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
         self.tallies = [Tally() for _ in factories]
-        """Per worker, what it has delivered."""
+        """Per worker, its delivered rollouts and frames."""
         self.processes = [(0, "")] * self.workers
         """Per worker its process id and host."""
         self.lives = [0] * self.workers
@@ -128,7 +128,7 @@ class Engine:
                 self.processes[reply.worker] = reply.process
 
     def place(self, worker: int) -> m.Place:
-        """Return what numbers the environments of ``worker``, in the life it is in."""
+        """Return the command that numbers the environments of ``worker``, in its current life."""
         base, stride = sum(self.envs[:worker]), self.num_envs
         return m.Place(base + self.lives[worker] * _EPISODES * stride, stride)
 
@@ -141,7 +141,7 @@ class Engine:
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
     ) -> Budget:
-        """Decide what batches look like and reserve their memory; call once, first.
+        """Decide the layout of batches and reserve their memory; call once, first.
 
         Args:
             limits: What was asked for.
@@ -235,7 +235,7 @@ class Engine:
             return batch, rollouts
 
     def wait(self, seconds: float) -> None:
-        """Wait for what workers have under way, until one answers or for so long."""
+        """Wait for commands under way, until a worker replies or for ``seconds``."""
         self.awaited = True
         try:
             self.backend.wait(seconds)
@@ -243,7 +243,7 @@ class Engine:
             self.awaited = False
 
     def turn(self, timeout: float | None) -> Turn:
-        """Keep other threads out for the length of a ``with`` block; wait for them first.
+        """Keep other threads out during a ``with`` block; wait for them first.
 
         Raises:
             ClosedError: this process is a fork of the one that started the workers.
@@ -258,7 +258,7 @@ class Engine:
 
     @contextmanager
     def _alone(self, timeout: float | None = None) -> Iterator[None]:
-        """Keep other threads out, and Ctrl-C unless workers run in this very thread.
+        """Keep other threads out, and Ctrl-C unless workers run in this thread.
 
         Refuses what an environment or a policy asks of the collector that is just running it.
         """
@@ -350,7 +350,7 @@ class Engine:
                 self.dispatcher.post(worker, command, watch=True)
 
     def check(self) -> None:
-        """Raise what is wrong with a worker, as far as that is known without waiting.
+        """Raise the error of a worker, if one is known without waiting.
 
         Raises:
             ClosedError: after `close`.
@@ -361,7 +361,7 @@ class Engine:
             self.dispatcher.check()
 
     def check_alive(self) -> None:
-        """Raise what ended a worker, if one has ended; takes in nothing as long as none has.
+        """Raise the error of a worker that has ended; receive nothing while none has ended.
 
         Raises:
             ClosedError: after `close`.
@@ -385,18 +385,18 @@ class Engine:
 
     @property
     def losses(self) -> int:
-        """How often a worker was lost."""
+        """The number of losses of workers."""
         return sum(self.lives) + self.workers - len(self.dispatcher.alive)
 
     @property
     def _foreign(self) -> bool:
-        """Whether this is a forked child, with workers that are processes of its parent."""
+        """Whether this process is a forked child whose workers belong to its parent."""
         return self._owner != os.getpid() and not self.backend.inline
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:
-        """End all workers. Idempotent. Batches that were handed out stay valid.
+        """End all workers. Idempotent. Delivered batches stay valid.
 
         In a forked child, which has none of the workers' processes, they are only let go of. If
         this thread is in the middle of a rollout of its own, that ends after its step, and then all

@@ -1,4 +1,4 @@
-"""When a batch is complete, and what workers are asked for until then."""
+"""The completion of batches, and the requests to workers for them."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 
 _GRACE = 3.0
-"""Seconds the others get to end their rollouts once one worker has failed."""
+"""Seconds for the other workers to end their rollouts after one has failed."""
 _DEPTH = 2
 """Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
 
 Rollouts: TypeAlias = Mapping[int, m.Report]
-"""Per worker that contributed to a batch: what it says of its rollout."""
+"""Per worker that contributed to a batch: the report about its rollout."""
 
 
 class Gather(abc.ABC):
-    """Has workers collect and says when there is a batch."""
+    """Requests rollouts of workers and returns complete batches."""
 
     def __init__(
         self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
     ) -> None:
-        """Ask worker ``w`` for ``frames[w]`` frames at a time."""
+        """Request ``frames[w]`` frames of worker ``w`` at a time."""
         self._dispatcher = dispatcher
         self._slots = list(slots)
         self._frames = tuple(frames)
         self.dropped = 0
         """Frames of rollouts that had ended and were dropped, because another one failed."""
         self.meanwhile: Callable[[], object] = bool
-        """Is called once for every batch, when all workers have something to do."""
+        """A function called once for every batch, while all workers are busy."""
 
     @abc.abstractmethod
     def batch(
@@ -96,23 +96,23 @@ class Gather(abc.ABC):
 
 @dataclass(slots=True)
 class _Round:
-    """A batch on its way."""
+    """A batch under way."""
 
     slot: int
     windows: Sequence[m.WindowRef]
-    """Where each worker writes."""
+    """The windows of the workers."""
     timeout: float | None
     random: bool
-    """Whether its rollouts act at random."""
+    """Whether the rollouts use random actions."""
     deadline: float | None = None
     tickets: list[Ticket] = field(default_factory=list)
     """Of the workers that can still reply."""
     errors: list[BaseException] = field(default_factory=list)
-    """What workers were lost to."""
+    """The errors of lost workers."""
     asked: int = 0
-    """Workers that were asked, or could not be."""
+    """The number of workers with a request, or without one because they are lost."""
     interrupted: bool = False
-    """Whether the wait for it was interrupted: the time since does not count."""
+    """Whether the wait was interrupted, so that the time since then does not count."""
 
     def renew(self) -> None:
         """Count time from now on."""
@@ -125,12 +125,12 @@ class _Round:
 
     @property
     def finished(self) -> int:
-        """How many workers have replied."""
+        """The number of workers that have replied."""
         return len(self.tickets) - len(self.late)
 
     @property
     def failures(self) -> list[BaseException]:
-        """What went wrong."""
+        """The errors of the round."""
         return self.errors or [t.reply.error for t in self.tickets if isinstance(t.reply, m.Failed)]
 
 
@@ -169,7 +169,7 @@ class SyncGather(Gather):
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
-        """Have every worker fill its part of a slot; a round that is interrupted stays begun."""
+        """Let every worker fill its part of a slot; an interrupted round can be continued."""
         begun = self._begun or self._begin(budget, timeout)
         slots = self._slots[0]
         if begun.interrupted:
@@ -207,7 +207,7 @@ class SyncGather(Gather):
         return begun
 
     def _ask(self, begun: _Round) -> None:
-        """Ask each worker that was not asked yet for its part of the slot."""
+        """Request the part of the slot of each worker without a request."""
         for worker in range(begun.asked, len(begun.windows)):
             self._ask_for(begun, worker)
             begun.asked = worker + 1
@@ -220,7 +220,7 @@ class SyncGather(Gather):
             begun.errors.append(err)
 
     def _use_time(self, begun: _Round) -> None:
-        """Do what nothing waits for, as workers are at it; they are heard out if it fails."""
+        """Do other work while workers collect; raise its errors after all workers have replied."""
         try:
             self._slots[0].prepare(begun.slot)
             self.meanwhile()
@@ -228,7 +228,7 @@ class SyncGather(Gather):
             begun.errors.append(err)
 
     def _restart_finished(self, begun: _Round) -> None:
-        """Have workers whose rollouts are dropped begin new episodes, as the one that failed does.
+        """Begin new episodes in workers whose rollouts are dropped, as in the failed worker.
 
         If their episodes ran on, frames in the middle of these would be missing.
         """
@@ -275,12 +275,12 @@ class SyncGather(Gather):
         self._stop[0] = stop or self._stopped()
 
     def _let_run(self, begun: _Round | None = None) -> None:
-        """Have rollouts run to their end, unless enough workers have finished theirs."""
+        """Let rollouts run to their end, unless enough workers have finished."""
         if self._enough is not None:
             self._hurry((0 if begun is None else begun.finished) >= self._enough)
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        """Tell whether all rollouts have arrived, or something that `batch` will raise."""
+        """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
         if self._begun is None:
             if not feed or budget.exhausted:
                 return False
@@ -305,7 +305,7 @@ class SyncGather(Gather):
         return 0 if begun is None else begun.finished
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        """Have the rollouts that are to go made again, each by its worker; the others stay.
+        """Request dropped rollouts again, each of its worker; the others stay.
 
         Which workers had begun theirs before a command came is a matter of chance: what they make
         after it is not.
@@ -327,7 +327,7 @@ class SyncGather(Gather):
 
 
 _Asked: TypeAlias = tuple[Ticket, Slots, int]
-"""A rollout that is due, and the slot it belongs into."""
+"""A due rollout and its slot."""
 
 
 class AsyncGather(Gather):
@@ -336,7 +336,7 @@ class AsyncGather(Gather):
     def __init__(
         self, dispatcher: Dispatcher, make_slots: Callable[[int], Slots], frames: Sequence[int]
     ) -> None:
-        """Gather from whichever worker is first; ``make_slots`` makes those of its rollouts."""
+        """Gather from the first worker to finish; ``make_slots`` makes a worker's slots."""
         super().__init__(dispatcher, [make_slots(worker) for worker in range(len(frames))], frames)
         self._make_slots = make_slots
         self._queues: list[deque[_Asked]] = [deque() for _ in frames]
@@ -394,13 +394,13 @@ class AsyncGather(Gather):
         return sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
 
     def renew(self, worker: int) -> None:
-        """Have a replacement write elsewhere: the lost ``worker`` may still be writing."""
+        """Give a replacement another slot, because the lost ``worker`` may still write."""
         fresh = self._make_slots(worker)
         fresh.copies = self._slots[worker].copies
         self._slots[worker] = fresh
 
     def _begin_one(self, budget: Budget) -> None:
-        """Begin a rollout if none is under way: whatever the budget says, a caller gets one."""
+        """Begin a rollout if none is under way, because a caller gets one beyond the budget."""
         alive = iter(self._dispatcher.alive)
         while self.idle and (worker := next(alive, None)) is not None:
             self._begin(worker, budget)
@@ -412,13 +412,13 @@ class AsyncGather(Gather):
                 self._feed(worker, budget, depth)
 
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
-        """Give ``worker`` work until ``depth`` rollouts are ahead of it, as the budget allows."""
+        """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
         queue = self._queues[worker]
         while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
             pass
 
     def _begin(self, worker: int, budget: Budget) -> bool:
-        """Ask ``worker`` for a rollout; return ``False`` if it was lost."""
+        """Request a rollout of ``worker``; return ``False`` if it was lost."""
         if not self._dispatcher.has(worker):  # and some of its slots with it
             return False
         slots = self._slots[worker]
@@ -434,7 +434,7 @@ class AsyncGather(Gather):
         return True
 
     def _let_go(self, budget: Budget) -> None:
-        """Expect nothing more of lost workers; others may make what they owe."""
+        """Expect no rollouts of lost workers; others may make them."""
         for worker, queue in enumerate(self._queues):
             while queue and queue[0][0].lost is not None:
                 queue.popleft()  # its slot is not used again: the worker may still write into it
@@ -448,7 +448,7 @@ class AsyncGather(Gather):
         return min(arrived, key=lambda ticket: ticket.arrived, default=None)
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait for a reply. What goes wrong is raised once all that had arrived is delivered."""
+        """Wait for a reply. Errors are raised after the delivery of all arrived rollouts."""
         try:
             replied = self._dispatcher.wait(timeout)
         except WorkerDied as err:
@@ -460,7 +460,7 @@ class AsyncGather(Gather):
             self._lose([ticket.worker for ticket in self._heads()], timeout)
 
     def _catch_up(self, timeout: float | None) -> None:
-        """Take in what came while the learner was busy, and note which workers are late."""
+        """Receive replies that came while the learner was busy, and note late workers."""
         self._dispatcher.take_in()
         if timeout is not None:
             now, last = time.monotonic(), self._dispatcher.last_reply

@@ -11,7 +11,7 @@ from gleanrl.core.protocols import Stop
 
 
 class Interruptor:
-    """A flag that ends rollouts after the step they are in.
+    """A flag that ends rollouts after their current step.
 
     Hand it to a collector and call `stop_collection` from another thread, a hook or the
     environment. A rollout that was stopped keeps its shape: what it did not reach is zero, has
@@ -25,7 +25,7 @@ class Interruptor:
         """The bytes of collectors."""
 
     def attach(self, byte: Stop) -> None:
-        """Have ``byte``, which workers look at, follow the flag for as long as it exists."""
+        """Make ``byte``, which workers read, follow the flag while ``byte`` exists."""
         byte[0] = self._byte[0]
         alive = [attached for attached in self._attached if attached() is not None]
         self._attached = [*alive, weakref.ref(byte)]
@@ -35,7 +35,7 @@ class Interruptor:
         self._set(0)
 
     def stop_collection(self) -> None:
-        """End running rollouts after the step they are in, and later ones after one step."""
+        """End running rollouts after their current step, and later ones after one step."""
         self._set(1)
 
     def _set(self, value: int) -> None:
@@ -57,14 +57,14 @@ class Interruptor:
 
 
 class _Byte(bytearray):
-    """A stop byte of a collector's own, which can be referred to weakly."""
+    """A collector's own stop byte, which can be referred to weakly."""
 
 
 class _PolledStop(bytearray):
     """The stop byte of an object that has only ``collection_stopped()``."""
 
     def __init__(self, interruptor: Any) -> None:
-        """Ask ``interruptor`` after every step."""
+        """Read ``interruptor`` after every step."""
         super().__init__(1)
         stopped = getattr(interruptor, "collection_stopped", None)
         if not callable(stopped):
@@ -79,7 +79,7 @@ class _PolledStop(bytearray):
 
 
 def stop_byte(interruptor: Any = None) -> Stop:
-    """Return the byte that the hot loop of a collector in this process looks at."""
+    """Return the byte that the hot loop of a collector in this process reads."""
     if interruptor is not None and not isinstance(interruptor, Interruptor):
         return _PolledStop(interruptor)
     return _Byte(1)  # one of the collector's own, which raises it when it shuts down

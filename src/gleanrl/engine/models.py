@@ -1,4 +1,4 @@
-"""The learner's side of weights: which models there are, and their versions."""
+"""The learner's side of weights: the models and their versions."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Models:
 
     @property
     def number(self) -> int:
-        """The policy version the next batch is made with."""
+        """The policy version of the next batch."""
         return self._version.number
 
     def continue_from(self, number: int) -> None:
-        """Go on counting from a restored version."""
+        """Continue counting from a restored version."""
         self._version.set_number(number)
 
     def running(self, model_id: str) -> Any:
@@ -84,7 +84,7 @@ class Models:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def copied_parameters(self) -> list[torch.Tensor]:
-        """Return the learner's parameters of which workers have copies that it has to update.
+        """Return the learner's parameters whose copies in workers the learner must update.
 
         Empty where the user's own object runs, and where a scheme of the user's sends weights.
         """
@@ -93,7 +93,7 @@ class Models:
         return [] if self.running(_POLICY) is self.policy else list(self.policy.parameters())
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return what a model's weights look like, by dotted name.
+        """Return the shapes of a model's weights, by dotted name.
 
         Raises:
             UnknownModelError: there is no model of that id.
@@ -102,7 +102,7 @@ class Models:
         return shapes
 
     def chosen(self, worker_ids: Any) -> list[int]:
-        """Return the only worker there is, whatever a weight updater calls it."""
+        """Return the only worker, whatever a weight updater calls it."""
         return [0]
 
     def update(
@@ -221,7 +221,7 @@ class WeightSync(Models):
         self._devices = [home if device is None else device for device in devices]
 
     def running(self, model_id: str) -> Any:
-        """Return the learner's own object behind ``model_id``.
+        """Return the learner's own object for ``model_id``.
 
         Raises:
             UnknownModelError: the learner has none; workers may.
@@ -236,7 +236,7 @@ class WeightSync(Models):
         return list(self._tracked.module.parameters())
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return what a model's weights look like; workers are asked for it once."""
+        """Return the shapes of a model's weights; ask workers for them once."""
         if model_id not in self._shapes:
             self._shapes[model_id] = super().shapes(model_id)
         return self._shapes[model_id]
@@ -245,7 +245,7 @@ class WeightSync(Models):
         return self._schemes.get(name) or SharedMemWeightSyncScheme()
 
     def _bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Publish the policy's weights for all workers at once from now on, if that can be done."""
+        """Publish the policy's weights for all workers at once from now on, if possible."""
         scheme = self._scheme(_POLICY)
         if weights and scheme.shared and scheme.applies:
             self._publisher = self._engine.backend.weight_publisher(weights)
@@ -269,7 +269,7 @@ class WeightSync(Models):
         return workers
 
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
-        """Send a message to each of ``workers``; answers to earlier ones are taken in first."""
+        """Send a message to each of ``workers``, after receiving replies to earlier ones."""
         self._engine.check()
         applied = {name: w for name, w in sources.items() if self._scheme(name).applies}
         copies: dict[str, Weights] = {}
@@ -286,14 +286,14 @@ class WeightSync(Models):
         self._engine.post({worker: load for worker, load in loads.items() if worker in alive})
 
     def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
-        """Return the message that has ``worker`` load ``models``, which are kept if need be."""
+        """Return the message by which ``worker`` loads ``models``; keep them if necessary."""
         if worker in self._kept:
             models_then = {**self._kept[worker].models, **models}
             self._kept[worker] = m.Snapshot(number, models_then, self._serial)
         return m.Load(m.Snapshot(number, models, self._serial))
 
     def catch_up(self, worker: int) -> list[m.Command]:
-        """Return what gives a worker that takes the place of ``worker`` the newest weights."""
+        """Return the command that loads the newest weights in a replacement of ``worker``."""
         kept = self._kept[worker]
         commands: list[m.Command] = []
         if self._publisher is not None:
@@ -303,7 +303,7 @@ class WeightSync(Models):
         return commands
 
     def _published(self, sources: Mapping[str, Any], number: int) -> bool:
-        """Publish to all workers at once if that can be done."""
+        """Publish to all workers at once if possible."""
         publisher = self._publisher
         if publisher is None or list(sources) != [_POLICY]:
             return False
@@ -318,7 +318,7 @@ class WeightSync(Models):
         return True
 
     def _tensors(self, source: Any, ref: m.WeightsRef) -> list[torch.Tensor] | None:
-        """Return the policy's weights in the order of ``ref``; ``None`` if they are not just these.
+        """Return the policy's weights in the order of ``ref``; ``None`` unless exactly these.
 
         Buffers may be left out and extra state added; a publisher takes all of ``ref`` or nothing.
         """
@@ -349,7 +349,7 @@ class WeightSync(Models):
     def _weights_for(
         self, worker: int, sources: Mapping[str, Any], copies: dict[str, Weights]
     ) -> dict[str, Weights]:
-        """Return what one worker is sent; ``copies`` holds what all of them are."""
+        """Return the weights for one worker; ``copies`` holds the weights for all workers."""
         models = {}
         for name, source in sources.items():
             if by_worker(source):
@@ -382,7 +382,7 @@ class WeightSync(Models):
     # -- which workers ---------------------------------------------------------------------------
 
     def _recipients(self, sources: Mapping[str, Any], worker_ids: Any) -> list[int]:
-        """Return the workers that an update is for: a version never names weights not sent."""
+        """Return the target workers of an update: a version never names weights not sent."""
         named = [set(source) for source in sources.values() if by_worker(source)]
         if worker_ids is None and named and len(named) == len(sources):
             worker_ids = set().union(*named)
@@ -444,7 +444,7 @@ def _is_on(device: torch.device, named: torch.device) -> bool:
 
 
 def _index(value: Any) -> int | None:
-    """Return a whole number of any library; ``None`` for bools and what is no number."""
+    """Return a whole number of any library; ``None`` for bools and other objects."""
     if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: many as one batch, or one to be looked at."""
+"""Environments in processes of their own: many as one batch, or one to inspect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Parts = Sequence[TensorDictBase]
 
 
 class Exchange:
-    """Tells workers what to do with the row they share with the learner, and waits for them.
+    """Sends tasks for the row that workers share with the learner, and waits for them.
 
     The memory is environment-major over all workers, so what they wrote is one tensor per field.
     """
@@ -76,7 +76,7 @@ class Exchange:
             .squeeze(time_dim)
             for view in slab.views[0]
         }
-        """Every field, ``[N, ...]``; workers write it while they are at work."""
+        """Every field, ``[N, ...]``, which workers write during their work."""
         self._commands = [
             m.Collect(slab.reference(0, worker, base, 0)) for worker in range(len(layouts))
         ]
@@ -88,7 +88,7 @@ class Exchange:
         root = {key: view for key, view in self.views.items() if (NEXT, *key) in self.views}
         names, groups = [None] * len(batch), layouts[0].groups
         self.results = tuple(tensordict_over(d, batch, names, groups) for d in (after, root))
-        """What a step led to, and what the next one begins with."""
+        """The results of a step, and the start of the next step."""
 
     def write(self, data: TensorDictBase, keys: Iterable[Key]) -> bool:
         """Copy entries of ``data`` into the row; ``False`` if one is missing or does not fit."""
@@ -106,7 +106,7 @@ class Exchange:
     def carry_out(
         self, todo: Todo, workers: Sequence[int], timeout: float | None
     ) -> dict[int, Any]:
-        """Have ``workers`` do something and wait until all of them have.
+        """Send a task to ``workers`` and wait until all have finished.
 
         Returns:
             By worker, results that did not fit the row.
@@ -131,7 +131,7 @@ class Exchange:
         return left
 
     def settle(self, timeout: float | None) -> None:
-        """Wait for what is under way: after an interrupt workers may still be at it.
+        """Wait for tasks under way, which workers may still carry out after an interrupt.
 
         Raises:
             WorkerDied: a worker's process ended.
@@ -178,7 +178,7 @@ class ParallelEnv(EnvBase):
         shutdown_timeout: float = _CLOSE_S,
         **torchrl: Any,
     ) -> None:
-        """Remember the arguments; nothing is made yet.
+        """Remember the arguments; make nothing yet.
 
         Args:
             num_workers: Processes.
@@ -224,7 +224,7 @@ class ParallelEnv(EnvBase):
         return super()._env_specs
 
     def start(self) -> None:
-        """Start the processes and make the environments there. Idempotent.
+        """Start the processes and make the environments in them. Idempotent.
 
         Called by whatever needs them first.
 
@@ -282,7 +282,7 @@ class ParallelEnv(EnvBase):
 
     @contextmanager
     def _workers(self) -> Iterator[Engine]:
-        """Give the engine, once a step that was interrupted is finished.
+        """Return the engine, after finishing an interrupted step.
 
         Ctrl-C comes while workers are waited for. A worker that is lost ends all: no step could be
         finished any more.
@@ -338,7 +338,7 @@ class ParallelEnv(EnvBase):
     def _advance(
         self, data: TensorDictBase, todo: Todo
     ) -> tuple[TensorDictBase, Callable[[], TensorDictBase]]:
-        """Return what is under ``"next"`` after a step, and what gives the root after that."""
+        """Return the part ``"next"`` of a step, and a function that returns the following root."""
         # What a policy wrote under "next" is for the environment to use, unless it is Gymnasium's.
         fits = self._masked or data.get("next", None) is None
         found = self._carry_out(todo, data, self._inputs, fits=fits)
@@ -354,7 +354,7 @@ class ParallelEnv(EnvBase):
         fits: bool = True,
         workers: Sequence[int] | None = None,
     ) -> dict[int, Any]:
-        """Have workers do something; return by worker what is not in shared memory.
+        """Send a task to workers; return the results outside of shared memory by worker.
 
         ``keys`` of ``data`` go through shared memory if that is all there is to it (``fits``).
         """
@@ -402,12 +402,12 @@ class ParallelEnv(EnvBase):
     # -- results ---------------------------------------------------------------------------------
 
     def _copy(self, shared: TensorDictBase) -> TensorDictBase:
-        """Copy out of shared memory: the next step writes there again."""
+        """Copy out of shared memory, because the next step writes there again."""
         copy = copied(shared)
         return copy if self.device is None else copy.to(self.device)
 
     def _whole(self, found: Mapping[int, Any], which: int) -> TensorDictBase:
-        """Put together results ``found`` by worker and, for the others, those in shared memory."""
+        """Combine results ``found`` by worker with those of other workers in shared memory."""
         exchange = self._exchange
         if exchange is not None and not found:
             return self._copy(exchange.results[which])
@@ -434,7 +434,7 @@ class ParallelEnv(EnvBase):
         return self._all(m.Call("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method that ``path`` names in every environment; one result for each."""
+        """Call the method at ``path`` in every environment; return one result for each."""
         return self._all(m.Call("envs.call", (path, *args), kwargs))
 
     def _all(self, command: m.Command) -> list[Any]:
@@ -484,14 +484,14 @@ _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp"
 
 
 def _stream() -> int:
-    """Return what workers' random streams are made from, without drawing from the learner's."""
+    """Return the seed of workers' random streams, without drawing from the learner's."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)
 
 
 class EnvCreator:
-    """Makes environments by a callable of yours, which travels to other processes by value.
+    """Makes environments by a callable, which travels to other processes by value.
 
     Example:
         >>> from gleanrl.envs import GymEnv
@@ -506,7 +506,7 @@ class EnvCreator:
         create_env_kwargs: Mapping[str, Any] | None = None,
         share_memory: bool = True,
     ) -> None:
-        """Remember the callable; nothing is made yet.
+        """Remember the callable; make nothing yet.
 
         Args:
             create_env_fn: Returns a new environment at every call.
@@ -532,7 +532,7 @@ class EnvCreator:
 
     @property
     def meta_data(self) -> EnvMetaData:
-        """What the environments are like.
+        """The description of the environments.
 
         One is made for that at the first access, in a process of its own, and closed.
         """

@@ -1,4 +1,4 @@
-"""What a collected batch goes through before the user, or the replay buffer, gets it."""
+"""The stages between a collected batch and the user, or the replay buffer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
 _MOST_FRUITLESS = 100
-"""Batches without a whole trajectory after which the user is warned that none will come."""
+"""Batches without a whole trajectory after which a warning says that none will come."""
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 Hook: TypeAlias = Callable[[Any], None]
 
 
 class Pipeline:
-    """Split, post-process, drop private entries, call the hook, hand over. Decided once.
+    """Split, post-process, drop private entries, call the hook, deliver. Decided once.
 
     One collected batch gives one result, except with whole trajectories, where it gives as many as
     were completed.
@@ -83,7 +83,7 @@ class Pipeline:
             )
 
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:
-        """Return what to deliver for ``batch``: one entry, or one per full set of trajectories."""
+        """Return the deliveries for ``batch``: one entry, or one per full set of trajectories."""
         if self._whole is None:
             return deque((self._finish(batch, hook),))
         ready: deque[TensorDictBase | None] = deque()
@@ -114,7 +114,7 @@ class Pipeline:
 
     @property
     def plain(self) -> bool:
-        """Whether the caller gets what was collected, as it was collected."""
+        """Whether the caller gets collected batches unchanged."""
         return not self._stages and self._whole is None and self._sink is None
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
@@ -142,7 +142,7 @@ class Pipeline:
         return kept
 
     def forget(self, passed: TensorDictBase | None = None) -> None:
-        """Drop trajectories in the making, and what is still to come of them; count the frames.
+        """Drop unfinished trajectories and their later frames; count the frames.
 
         The frames to come continue no trajectory that was stored.
 

@@ -15,7 +15,7 @@ from gleanrl.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """What to profile and where the trace goes."""
+    """The settings of a profile, and the place of its trace."""
 
     workers: Sequence[int] = (0,)
     """Indices of the workers to profile."""
@@ -31,7 +31,7 @@ class ProfileConfig:
     with_stack: bool = True
     with_flops: bool = False
     on_trace_ready: Callable[[Any], None] | None = None
-    """Receives the profiler instead of a file being written."""
+    """Receives the profiler; then no file is written."""
 
     def __post_init__(self) -> None:
         """Check the counts and names."""
@@ -100,7 +100,7 @@ class RolloutProfiler:
             self._inner(batch)
 
     def close(self) -> Callable[[Any], None] | None:
-        """Stop recording early if need be; return the user's hook."""
+        """Stop recording early if necessary; return the user's hook."""
         if self._left > 0:
             self._left = 0
             self._profiler.stop()

@@ -1,4 +1,4 @@
-"""Those who take the place of lost workers: how many there may be, and what they are told."""
+"""Replacements of lost workers: their number, and the commands that they receive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replacements:
         models: WeightSync,
         most: int,
     ) -> None:
-        """Replace workers of ``engine`` from now on, and those that are lost already.
+        """Replace workers of ``engine`` from now on, including workers lost before.
 
         Args:
             engine: Whose workers.
@@ -44,13 +44,13 @@ class Replacements:
         self._most = most
         self._started = [0] * engine.workers
         self.seeds: Mapping[int, m.Seed] = {}
-        """What workers were seeded with, since they were started or a state was loaded."""
+        """The seeds of the workers since their start or since a state was loaded."""
         engine.dispatcher.replacing = self
         for worker in set(range(engine.workers)) - set(engine.dispatcher.alive):
             self.replace(worker)
 
     def replace(self, worker: int) -> str:
-        """Have a replacement started unless there were enough; return what is to be said of it.
+        """Start a replacement unless the limit is reached; return the end of the warning.
 
         Never waits. The worker is `Dispatcher.joining` from then on.
         """
@@ -63,7 +63,7 @@ class Replacements:
         return f" until replacement {self._started[worker]} of {self._most} has joined"
 
     def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
-        """Return what brings a replacement up to date, before anything else is asked of it.
+        """Return the commands that bring a replacement up to date, before any other command.
 
         Raises:
             GleanError: its steps do not look like those of the one that was lost.

@@ -1,4 +1,4 @@
-"""Where batches go instead of to the user: a replay buffer, or what keeps them on disk."""
+"""The target of batches in place of the user: a replay buffer or a recorder."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _Add: TypeAlias = Callable[[Any], object]
 
 
 class Sink:
-    """What a collector needs of whatever takes its frames. A copy of it goes to workers."""
+    """The interface of a target of frames, for collectors. A copy of it goes to workers."""
 
     def store(self, batch: TensorDictBase) -> int:
         """Store a finished batch; return how many of its valid frames could not be stored."""
         raise NotImplementedError
 
     def cut(self) -> None:
-        """Take the frames to come for other trajectories than those that were stored."""
+        """Treat later frames as other trajectories than those stored before."""
 
     def by_workers(self, remote: bool) -> bool:
-        """Tell whether workers store what they collect themselves.
+        """Tell whether workers store their frames themselves.
 
         Args:
             remote: Whether they are on other machines than the learner.
@@ -39,10 +39,10 @@ class Sink:
         return False
 
     def serve(self, worker: int, source: Source) -> None:
-        """Prepare to store, in this process, what ``worker`` collects from ``source``."""
+        """Prepare to store, in this process, the frames of ``worker`` from ``source``."""
 
     def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
-        """Learn that ``collector`` is up.
+        """Note that ``collector`` has started.
 
         Args:
             collector: It stores its frames here.
@@ -51,11 +51,11 @@ class Sink:
         """
 
     def seeded(self, seed: int, static: bool) -> None:
-        """Learn that the collector's environments were seeded."""
+        """Note that the collector's environments were seeded."""
 
 
 def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
-    """Return what stores batches in ``buffer``; ``None`` if there is none.
+    """Return the sink that stores batches in ``buffer``; ``None`` without a buffer.
 
     Args:
         buffer: Where batches go.
@@ -84,7 +84,7 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
 
 
 class _BufferSink(Sink):
-    """Anything with the methods of a replay buffer."""
+    """Stores in any object with the methods of a replay buffer."""
 
     def __init__(
         self, buffer: Any, store: Callable[[TensorDictBase], int], whole: bool = True

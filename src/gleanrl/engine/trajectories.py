@@ -1,4 +1,4 @@
-"""Trajectories: where they end, cut out of batches, gathered over several, summed over n steps."""
+"""Trajectories: their ends, cut out of batches, gathered over several, summed over n steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_CHUNKS = 64
 
 
 def end_flags(batch: TensorDictBase) -> torch.Tensor:
-    """Return where trajectories end: OR over the topmost end flags under ``"next"``.
+    """Return the ends of trajectories: OR over the topmost end flags under ``"next"``.
 
     Where the root has flags, those of nested groups (single agents, say) end nothing.
 
@@ -142,7 +142,7 @@ def _meta_keys(
 
 
 def _valid(batch: TensorDictBase, ids: torch.Tensor, mask_key: Key) -> torch.Tensor:
-    """Return which frames, with trajectory ``ids`` ``[K]``, were collected."""
+    """Return a mask of collected frames, for trajectory ``ids`` ``[K]``."""
     valid, mask = ids != _INVALID, batch.get(mask_key, None)
     return valid if mask is None else valid & mask.reshape(-1)
 
@@ -210,7 +210,7 @@ _Piece: TypeAlias = tuple[int, int, int]
 
 
 class WholeTrajectories:
-    """Collects batches and gives back whole trajectories, a fixed number at a time.
+    """Collects batches and returns whole trajectories, a fixed number at a time.
 
     Trajectories leave in the order in which they ended: by batch, then by the time index of their
     last frame, then by id (`belong_to` may change that). Memory is proportional to the frames held:
@@ -219,7 +219,7 @@ class WholeTrajectories:
     """
 
     def __init__(self, num_trajectories: int, traj_format: str = "padded") -> None:
-        """Give ``num_trajectories`` at a time, as ``"padded"`` rows or end to end (``"cat"``)."""
+        """Return ``num_trajectories`` at a time, as ``"padded"`` rows or end to end (``"cat"``)."""
         self.num_trajectories = num_trajectories
         self.frames_discarded = 0
         """Frames dropped by `flush` and `reset` so far, and of trajectories that were left."""
@@ -233,7 +233,7 @@ class WholeTrajectories:
         dropped, and the rest will be."""
         self._num_envs = 0
         self._latest: dict[int, int] = {}
-        """By environment: the trajectory it began last."""
+        """By environment: its newest trajectory."""
         self._ready: list[deque[list[_Piece]]] = [deque()]
         """One line, or one for every environment; a batch takes equally many from each."""
 
@@ -255,7 +255,7 @@ class WholeTrajectories:
             self._ready = [deque() for _ in range(num_envs)]
 
     def push(self, td: TensorDictBase) -> None:
-        """Take in one batch ``[..., T]``; what is kept of it is copied.
+        """Add one batch ``[..., T]``; kept frames are copied.
 
         Raises:
             ConfigError: the batch has no trajectory ids or no end flags.
@@ -328,7 +328,7 @@ class WholeTrajectories:
         self._running[traj] = []
 
     def pop(self) -> TensorDict | None:
-        """Return ``num_trajectories`` whole trajectories, or ``None`` if there are not as many.
+        """Return ``num_trajectories`` whole trajectories, or ``None`` if there are fewer.
 
         Returns:
             Fresh memory, time the last dimension. Padded: ``[N, T_max]`` with zeros and a mask at
@@ -379,7 +379,7 @@ class WholeTrajectories:
         return released
 
     def _compact(self) -> None:
-        """Copy what is still needed into one chunk once most of what is stored is not."""
+        """Copy the needed frames into one chunk, if most stored frames are not needed."""
         stored = sum(chunk.shape[0] for chunk in self._chunks.values())
         live = sum(self._live.values())
         if stored <= 2 * live and len(self._chunks) <= _MAX_CHUNKS:
@@ -395,7 +395,7 @@ class WholeTrajectories:
             start = stop
 
     def _whole_so_far(self) -> list[list[_Piece]]:
-        """Return what there is of trajectories that have not ended."""
+        """Return the frames so far of trajectories that have not ended."""
         return [pieces for pieces in self._running.values() if pieces is not None]
 
     def flush(self) -> int:
@@ -409,7 +409,7 @@ class WholeTrajectories:
         return dropped
 
     def reset(self, passed: TensorDictBase | None = None) -> int:
-        """Drop everything held, complete trajectories too; return the number of frames dropped.
+        """Drop all frames, including complete trajectories; return the number of frames dropped.
 
         What is still to come of running trajectories is dropped, too. ``passed`` is the next batch
         if it was delivered in another way: its frames are not counted.
@@ -489,7 +489,7 @@ def _changes(values: torch.Tensor) -> torch.Tensor:
 
 
 class MultiStep(nn.Module):
-    """Turns one-step transitions into ``n_steps``-step ones; made to be a collector's ``postproc``.
+    """Turns one-step transitions into ``n_steps``-step ones, for a collector's ``postproc``.
 
     Every frame's reward becomes the discounted sum of the next ``n_steps`` rewards, and everything
     else under ``"next"`` is taken from the last of these steps: the observation, and the end flags
@@ -588,7 +588,7 @@ class MultiStep(nn.Module):
         return self.reward_keys
 
     def _last_frames(self, batch: TensorDictBase) -> torch.Tensor:
-        """Return where no later frame belongs to the same trajectory, in the batch's shape."""
+        """Return the last frames of trajectories, as a mask in the batch's shape."""
         last = end_flags(batch)
         last[..., -1:] = True
         for key in (self.ids_key, self.mask_key):
@@ -599,7 +599,7 @@ class MultiStep(nn.Module):
 
 
 def _look_ahead(last: torch.Tensor, most: int) -> torch.Tensor:
-    """Return how many further steps, at most ``most``, each frame ``[..., T]`` can look ahead."""
+    """Return the further steps, at most ``most``, that each frame ``[..., T]`` can look ahead."""
     steps = last.shape[-1]
     time = torch.arange(steps, device=last.device)
     end = torch.where(last, time, steps).flip(-1).cummin(-1).values.flip(-1)
