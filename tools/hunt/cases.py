@@ -196,6 +196,7 @@ APART = (
     {"trajs_per_batch", "set_truncated"},
     {"trajs_per_write", "set_truncated"},
     {"postproc", "compact_obs"},
+    {"postproc", "trajs_per_batch"},
     {"split_trajs", "track_traj_ids"},
     {"split_trajs", "return_same_td"},
     {"split_trajs", "extend_buffer"},
