@@ -197,6 +197,7 @@ APART = (
     {"trajs_per_write", "set_truncated"},
     {"postproc", "compact_obs"},
     {"postproc", "trajs_per_batch"},
+    {"postproc", "post_collect_hook"},
     {"split_trajs", "track_traj_ids"},
     {"split_trajs", "return_same_td"},
     {"split_trajs", "extend_buffer"},
