@@ -264,6 +264,55 @@ def test_a_state_that_is_loaded_brings_no_rewards_of_the_episodes_it_ends():
     assert (stats["episodes"], stats["return_min"], stats["return_max"]) == (3, 15, 15)
 
 
+STATISTICS = ("episodes", "return_mean", "return_max", "length_mean", "length_min")
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_statistics_continue_from_a_state_that_is_loaded(kind, tmp_path):
+    def shown(collector):
+        stats = collector.stats("both")
+        prefixes = ("",) if kind is Collector else ("", "worker_0/", "worker_1/")
+        return [stats[prefix + name] for prefix in prefixes for name in STATISTICS]
+
+    with kind([Counting] * 2, frames_per_batch=10, total_frames=60) as collector:
+        for _ in range(3):
+            next(iter(collector))
+        torch.save(collector.state_dict(), tmp_path / "state.pt")
+        expected = shown(collector)
+    state = torch.load(tmp_path / "state.pt")
+    with kind([Counting] * 2, frames_per_batch=10, total_frames=60) as collector:
+        next(iter(collector))  # the load replaces its episodes
+        collector.load_state_dict(state)
+        assert shown(collector) == expected
+        for _ in collector:
+            pass
+        assert collector.stats()["episodes"] == 12
+        del state["statistics"]  # as in states of earlier versions
+        collector.load_state_dict(state)
+        assert collector.stats()["episodes"] == 0
+        assert math.isnan(collector.stats()["return_mean"])
+
+
+def test_a_log_repeats_no_row_after_a_load_and_keeps_earlier_runs(tmp_path):
+    def run(until, state=None, at=None):
+        with Collector(
+            Counting, frames_per_batch=10, total_frames=60, logger=CSVLogger(tmp_path / "log.csv")
+        ) as collector:
+            if state:
+                collector.load_state_dict(state)
+            while (frames := collector.stats()["frames"]) < until:
+                state = collector.state_dict() if frames == at else state
+                collector.next()
+        with (tmp_path / "log.csv").open() as file:
+            return state, [int(row["frames"]) for row in csv.DictReader(file)]
+
+    _, first = run(60)
+    state, interrupted = run(50, at=30)
+    assert interrupted == [*first, 10, 20, 30, 40, 50]
+    assert run(60, state)[1] == [*first, *first]
+    assert run(0, {**state, "frames": 0})[1] == first
+
+
 class Unrewarded(EnvBase):
     """Has no rewards; ends after four steps, and shows as many numbers as it took, if it grows."""
 

@@ -793,7 +793,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             return self._engine.request_each(commands, discard=self._budget)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return policy and environment state, counters, versions and random streams.
+        """Return policy and environment state, counters, statistics, versions and random streams.
 
         With workers, these are in ``worker0``, ``worker1``, …; rollouts that are under way are
         waited for, and delivered as if nothing had been asked. Where losses are tolerated, the
@@ -811,7 +811,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
             )
         with self._engine.turn(None):  # what is filled in the background has all that is counted
             states = self._states()
-            return {**states, "frames": self._budget.delivered, "iter": self._batches}
+            counts = {"frames": self._budget.delivered, "iter": self._batches}
+            return {**states, **counts, "statistics": self._watching.state_dict()}
 
     @abc.abstractmethod
     def _states(self) -> dict[str, Any]:
@@ -850,6 +851,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._models.continue_from(max(version for _, version in policies.values()))
             self._budget.delivered = frames
             self._batches = batches
+            self._watching.load_state_dict(state_dict.get("statistics"), frames)
             self._seeds = {}  # streams are those of the state now
             if self._replacements is not None:
                 self._replacements.seeds = {}

@@ -260,5 +260,5 @@ class Collector(BaseCollector):
             raise KeyError(
                 f"state_dict lacks {missing}; load with strict=False to keep what is there"
             )
-        counts = {name: state_dict[name] for name in ("frames", "iter") if name in state_dict}
-        super().load_state_dict({"worker0": state_dict, **counts}, strict)
+        own = {n: state_dict[n] for n in ("frames", "iter", "statistics") if n in state_dict}
+        super().load_state_dict({"worker0": state_dict, **own}, strict)

@@ -26,7 +26,7 @@ LogFunction: TypeAlias = Callable[[Any], object]
 class Logger:
     """Writes stats down, at most every few seconds. Its collector closes it at shutdown.
 
-    Subclasses define `write`, and `close` if there is something to close.
+    Subclasses define `write`, and if need be `close` and `resume`.
     """
 
     def __init__(self, every_s: float = 0.0) -> None:
@@ -52,12 +52,19 @@ class Logger:
         """Write ``stats`` down."""
         raise NotImplementedError
 
+    def resume(self, frames: int) -> None:
+        """Continue from a state of ``frames`` frames, which the collector has loaded."""
+        self._skipped = None
+
     def close(self) -> None:
         """Close the target of `write`."""
 
 
 class CSVLogger(Logger):
     """Writes one row per batch. Columns follow the first row, also of a continued file.
+
+    When the collector loads a state, rows of the interrupted run beyond its frames are removed from
+    the end of the file.
 
     Example:
         >>> import csv, tempfile
@@ -90,6 +97,21 @@ class CSVLogger(Logger):
             writer.writeheader()
         writer.writerow(dict(stats))
         self._file.flush()
+
+    def resume(self, frames: int) -> None:
+        """Remove the last rows of the file that have more ``frames``, back to an earlier run."""
+        super().resume(frames)
+        if "frames" not in self._columns:
+            return
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        at = self._columns.index("frames")
+        counts = [0.0, *(float(row[at]) for row in csv.reader(lines[1:]))]
+        while counts[-1] > frames:
+            lines.pop()
+            if counts[-2] > counts.pop():  # it is of an earlier run
+                break
+        self._file.truncate(len("".join(lines).encode(self._file.encoding)))
 
     def close(self) -> None:
         """Close the file."""
@@ -171,6 +193,12 @@ class Loggers:
         """Call all of them."""
         for logger in tuple(self.active):
             self._attempt(logger, partial(logger, stats))
+
+    def resume(self, frames: int) -> None:
+        """Tell each `Logger` among them that a state of ``frames`` frames was loaded."""
+        for logger in tuple(self.active):
+            if isinstance(logger, Logger):
+                self._attempt(logger, partial(logger.resume, frames))
 
     def close(self) -> None:
         """Close each `Logger` among them. Idempotent."""

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypeAlias
 
 import numpy as np
+import torch
 
 from gleanrl.core.messages import Report
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums
@@ -46,6 +47,12 @@ class _Episodes:
     def add(self, episodes: Array) -> None:
         self._number += len(episodes)
         self._last = np.concatenate([self._last, episodes[-_LAST:]])[-_LAST:]
+
+    def state(self) -> tuple[int, torch.Tensor]:
+        return self._number, torch.tensor(self._last)
+
+    def load(self, number: int, last: torch.Tensor) -> None:
+        self._number, self._last = number, last.numpy().copy()
 
     @np.errstate(invalid="ignore")  # the mean of both infinities is NaN
     def stats(self) -> dict[str, float]:
@@ -189,6 +196,23 @@ class Measures:
     def _mark(self, now: float) -> None:
         self._marks.append((now, [worker.frames for worker in self._workers]))
         self._mark_due = now + _MARK_S
+
+    def _counts(self) -> list[_Episodes]:
+        return [whole.episodes for whole in (self._all, *self._workers)]
+
+    def state_dict(self) -> list[tuple[int, torch.Tensor]]:
+        """Return how many episodes ended, and the last ones: of all workers, then of each."""
+        with self._lock:
+            self.settle()
+            return [episodes.state() for episodes in self._counts()]
+
+    def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Continue the counts of `state_dict`; an empty ``state`` starts them over."""
+        with self._lock:
+            self.settle()
+            fresh = [_Episodes().state()] * (1 + len(self._workers))
+            for episodes, own in zip(self._counts(), state or fresh, strict=True):
+                episodes.load(*own)
 
     @property
     def history(self) -> History:

@@ -136,6 +136,15 @@ class Watching:
         """Return rates, episodes, shares of time and lag; see `Measures.stats`."""
         return self._measures.stats(worker)
 
+    def state_dict(self) -> Any:
+        """Return the state of the statistics; see `Measures.state_dict`."""
+        return self._measures.state_dict()
+
+    def load_state_dict(self, state: Any, frames: int) -> None:
+        """Continue statistics from ``state``, and logs from a run of so many ``frames``."""
+        self._measures.load_state_dict(state)
+        self._loggers.resume(frames)
+
     def status(self, collector: str, stats: Stats) -> Status:
         """Return the values of ``gleanrl top`` for a ``collector`` with these ``stats``."""
         return {
