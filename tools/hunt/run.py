@@ -26,6 +26,8 @@ from tools.hunt.policies import MODES, around_beginning, make_policy
 from tools.hunt.worlds import _counters, length, make_one, reward, start_counting
 
 SLICE = 2
+RECENT = 100
+"""Episodes whose returns ``stats()`` knows."""
 RETURNS = ("episodes", "return_min", "return_max")
 ROWS = 20_000
 
@@ -346,7 +348,9 @@ class _Run:
             counted = stats["frames"]
             require(counted == self.checker.seen, f"{self.checker.seen} frames, not {counted}")
         if self.checker.returns and self.counts_all and self.case.sink == "batches":
-            self.compare_returns([stats[name] for name in RETURNS])
+            count, *extremes = (stats[name] for name in RETURNS)
+            everything = count <= RECENT
+            self.compare_returns([count, *extremes] if everything else [count])
         if "logger" in self.case.options:
             self.collector.shutdown()
             with (self.folder / "log.csv").open() as file:
@@ -364,7 +368,8 @@ class _Run:
     def compare_returns(self, theirs: Sequence[float]) -> None:
         """Compare a number of episodes, the least and the largest return with the frames'."""
         ours = self.checker.returns
-        close = np.allclose(theirs, (len(ours), min(ours), max(ours)), rtol=1e-5)
+        known = (len(ours), min(ours), max(ours))[: len(theirs)]
+        close = np.allclose(theirs, known, rtol=1e-5)
         require(close, f"{theirs} episodes, least and largest return; the frames say {ours}")
 
 
