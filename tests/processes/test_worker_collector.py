@@ -172,6 +172,9 @@ def test_weights_of_single_workers_are_updated_by_path():
 
 def test_a_profile_is_taken_in_the_workers_that_are_named(tmp_path):
     with make(MultiSyncCollector) as collector:
+        with pytest.raises(ConfigError, match=r"workers to profile \[2\] must be indices below 2"):
+            collector.enable_profile(workers=[1, 2])
+        assert collector.profile_config is None
         collector.enable_profile(
             workers=[1], num_rollouts=2, save_path=tmp_path / "trace_{worker_idx}.json"
         )

@@ -66,16 +66,17 @@ class Handle(abc.ABC):
     # -- profiling -------------------------------------------------------------------------------
 
     def enable_profile(self, **config: Any) -> None:
-        """Profile the first rollouts with `torch.profiler`, in the processes that make them.
+        """Profile the first rollouts of worker 0 with `torch.profiler`, in its process.
 
-        Call it before iterating.
+        Call it before iterating. ``workers=[0, 1]`` profiles these workers; each of them writes a
+        trace of its own.
 
         Args:
             **config: The fields of `ProfileConfig`.
 
         Raises:
             RuntimeError: iteration has started.
-            ConfigError: counts or names that make no sense.
+            ConfigError: counts or names that make no sense, or a worker that does not exist.
         """
         if self._iterating:
             raise RuntimeError("enable_profile must be called before the collector is iterated")

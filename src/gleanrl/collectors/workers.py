@@ -82,6 +82,12 @@ class CollectorWithWorkers(BaseCollector):
     # -- profiles, which are in the workers ------------------------------------------------------
 
     def _begin_profile(self, config: Mapping[str, Any]) -> None:
+        unknown = sorted(set(config.get("workers", ())) - set(range(self.num_workers)))
+        if unknown and self._worker_idx is None:  # a parent means its own workers
+            self._profile_config = None
+            raise ConfigError(
+                f"workers to profile {unknown} must be indices below {self.num_workers}"
+            )
         self._tell("enable_profile", **config)
 
     def _end_profile(self) -> None:

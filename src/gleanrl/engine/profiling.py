@@ -18,13 +18,13 @@ class ProfileConfig:
     """The settings of a profile, and the place of its trace."""
 
     workers: Sequence[int] = (0,)
-    """Indices of the workers to profile."""
+    """Indices of the workers to profile; only worker 0 by default."""
     num_rollouts: int = 3
     """Rollouts to run under the profiler, warm-up included."""
     warmup_rollouts: int = 1
     """Rollouts at the start that are not recorded."""
     save_path: str | Path | None = None
-    """File of the Chrome trace; ``{worker_idx}`` is replaced by the worker's index."""
+    """File of a worker's Chrome trace; ``{worker_idx}`` is replaced by the worker's index."""
     activities: Sequence[str] = ("cpu", "cuda")
     record_shapes: bool = True
     profile_memory: bool = False
