@@ -386,14 +386,15 @@ def complete(kind: str, value: Any, lines: list[str]) -> None:
     before = "" if returned is signature.empty else f"``{_type(returned)}``: "
     if kind == "property" and lines:
         lines[0] = before + lines[0]
+    lines[:] = [line for line in lines if not line.startswith("    -- ")]  # topics of arguments
     section = ""
     for number, line in enumerate(lines):
         if line and not line.startswith(" "):
             section = line
-        elif section == "Args:" and (entry := re.match(r"    \*{0,2}(\w+)(?=: )", line)):
-            if entry[1] in signature.parameters:
-                told = ", ".join(_facts(signature.parameters[entry[1]]))
-                lines[number] = f"{entry[0]} ({told}){line[entry.end() :]}" if told else line
+        elif section == "Args:" and (entry := re.match(r"(    \*{0,2}(\w+))(?:=\S+)?(?=: )", line)):
+            if entry[2] in signature.parameters:
+                told = ", ".join(_facts(signature.parameters[entry[2]]))
+                lines[number] = f"{entry[1]} ({told}){line[entry.end() :]}" if told else line
         elif section in ("Returns:", "Yields:") and lines[number - 1] == section:
             lines[number] = f"    {before}{line.lstrip()}"
 

@@ -512,11 +512,64 @@ def _described(kind: Any) -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
+_TOPICS = {
+    "Batches": "frames_per_batch total_frames init_random_frames cat_results split_trajs "
+    "trajs_per_batch traj_format traj_quota track_traj_ids set_truncated compact_obs postproc "
+    "return_same_td",
+    "Environments": "num_envs create_env_kwargs max_frames_per_traj reset_at_each_iter "
+    "categorical_action_encoding observation_dtype info_keys check_finite",
+    "Policy": "policy_factory exploration_type trust_policy auto_register_policy_transforms fast "
+    "compile_policy cudagraph_policy",
+    "Weights": "weight_sync_schemes weight_recv_schemes track_policy_version update_at_each_batch "
+    "update_after_each_batch max_weight_update_interval update_interval",
+    "Replay buffer": "replay_buffer extend_buffer trajs_per_write",
+    "Devices": "device storing_device policy_device env_device",
+    "Workers": "backend num_collectors num_workers sync backend_options collector_class "
+    "collector_kwargs num_workers_per_collector worker_idx init_fn num_threads num_sub_threads "
+    "preemptive_threshold interruptor start_timeout timeout on_failure max_relaunches",
+    "Nodes and actors": "launcher slurm_kwargs host tcp_port heartbeat visible_devices "
+    "tensorpipe_options ray_init_config remote_configs",
+    "Hooks, progress, logs": "pre_collect_hook post_collect_hook progress logger",
+    "Retired or without effect": "exploration_mode weight_updater replay_buffer_chunk "
+    "local_init_rb reset_when_done use_buffers no_cuda_sync use_env_creator",
+}
+"""The order in which `help` lists arguments."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Signature(inspect.Signature):
+    """Has all parameters, but its text is short: the docstring lists them with their defaults."""
+
+    def format(self, **_: Any) -> str:
+        first = [
+            p.replace(annotation=p.empty)
+            for p in self.parameters.values()
+            if p.kind is not p.KEYWORD_ONLY or p.default is REQUIRED
+        ]
+        rest = inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)
+        return str(inspect.Signature([*first, rest]))
+
+    __str__ = format
+
+
+def _listed(kind: Any) -> str:
+    """Return the list of the arguments of ``kind`` by topic, for a docstring."""
+    defined, found = definitions(kind), meanings(kind)
+    text = ""
+    for topic, names in _TOPICS.items():
+        own = [name for name in names.split() if name in defined]
+        text += f"\n    -- {topic} --\n" if own else ""
+        for name in own:
+            default = defined[name][1]
+            equals = "" if default is REQUIRED else f"={default!r}"
+            entry = f"{name}{equals}: {found[name]}"
+            text += textwrap.indent(textwrap.fill(entry, 88, subsequent_indent="    "), "    ")
+            text += "\n"
+    return text
+
+
 def shows(kind: Any) -> Callable[[Function], Function]:
-    """Return a decorator: a constructor shows each argument of ``kind``, as if written out."""
+    """Return a decorator: a constructor has each argument of ``kind``, as if written out."""
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for name, (hint, default) in definitions(kind).items()
@@ -525,20 +578,12 @@ def shows(kind: Any) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
         fixed = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        function.__signature__ = own.replace(parameters=[*fixed, *parameters])  # type: ignore[attr-defined]
+        signature = _Signature([*fixed, *parameters], return_annotation=own.return_annotation)
+        function.__signature__ = signature  # type: ignore[attr-defined]
         own_doc = inspect.cleandoc(function.__doc__ or "")  # as of Python 3.13 it is clean already
         before, marked, after = own_doc.partition("    **kwargs:")
         if marked:  # not under -OO
-            found = meanings(kind)
-            explained = "".join(
-                textwrap.indent(
-                    textwrap.fill(f"{p.name}: {found[p.name]}", 88, subsequent_indent="    "),
-                    "    ",
-                )
-                + "\n"
-                for p in parameters
-            )
-            function.__doc__ = before + explained + after.partition("\n")[2]
+            function.__doc__ = before + _listed(kind) + after.partition("\n")[2]
         return cast("Function", for_users(function))
 
     return decorate
