@@ -192,6 +192,38 @@ def test_no_trajectory_lacks_what_was_in_a_batch_that_failed():
         assert next(iter(collector))["next", "reward"].sum(1).tolist() == [[15], [15]]
 
 
+class SlowReset(Counting):
+    """Takes a hundred times longer to reset than to step."""
+
+    def reset(self, **options):
+        sum(range(100_000))
+        return super().reset(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Collector, {}),
+        (Collector, {"fast": False}),
+        (MultiSyncCollector, {}),
+        (MultiSyncCollector, {"collector_class": Collector}),
+    ],
+)
+def test_resets_are_told_apart_from_steps(kind, options):
+    def shares(make):
+        with kind([make], frames_per_batch=20, total_frames=40, **options) as collector:
+            for _ in collector:
+                pass
+            stats = collector.stats("both")
+        prefix = "" if kind is Collector else "worker_0/"
+        assert stats["time_reset"] == stats[f"{prefix}time_reset"]
+        return stats["time_reset"], stats["time_env"]
+
+    resets, environment = shares(partial(SlowReset, 2))
+    assert environment / 2 < resets < environment <= 1
+    assert shares(partial(Counting, 1_000))[0] == 0
+
+
 @pytest.mark.parametrize("stage", ["post_collect_hook", "postproc"])
 def test_no_episode_runs_on_that_a_failure_in_a_worker_took_a_rollout_from(stage):
     options = {stage: RaisesOnce(), "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100))}

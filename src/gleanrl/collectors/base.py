@@ -867,7 +867,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         ``fps_mean`` since the first batch was asked for; ``episodes`` have ended;
         ``return_mean|min|max`` and ``length_mean|min|max`` are of the last 100 and NaN before the
         first; ``time_env``, ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the
-        workers' time; ``lag`` is how many versions old the weights of the newest batch were.
+        workers' time, and ``time_reset`` is the part of ``time_env`` that resets take; ``lag`` is
+        how many versions old the weights of the newest batch were.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,

@@ -209,12 +209,12 @@ class NestedSource:
         each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
         return episodes_that_ended(np.concatenate([NO_EPISODES, *each]))
 
-    def _measured(self, seconds: float) -> tuple[float, float]:
+    def _measured(self, seconds: float) -> tuple[float, float, float]:
         """Divide ``seconds`` in the proportions of its workers' busy time."""
         inner = self._reports
-        env, policy, rest = (sum(r.seconds[part] for _, r in inner) for part in range(3))
+        env, policy, rest, resets = (sum(r.seconds[p] for _, r in inner) for p in (0, 1, 2, 4))
         share = seconds / (env + policy + rest or 1.0)
-        return env * share, policy * share
+        return env * share, policy * share, resets * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
         """Return the valid frames of ``batch`` and its policy version."""

@@ -188,15 +188,15 @@ class Report:
     times: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), compare=False)
     """When the worker turned to the rollout, its source began and had collected, on the monotonic
     clock of the worker's machine."""
-    seconds: tuple[float, float, float, float] = field(default=(0.0,) * 4, compare=False)
+    seconds: tuple[float, float, float, float, float] = field(default=(0.0,) * 5, compare=False)
     """Since the last rollout: in environments and policy (measured in some rollouts, estimated from
     these in others), in all else (bookkeeping, hooks, loading weights, sending), and without a
-    command."""
+    command; last, the part of the first that resets took."""
     weights_s: float = field(default=0.0, compare=False)
     """Seconds of all else that were spent on loading weights."""
     measured: Sequence[float] | None = field(default=None, compare=False)
-    """Seconds in environments and policy if the source measured them; the worker then knows their
-    shares, and sets all times."""
+    """Seconds in environments, policy and resets if the source measured them; the worker then knows
+    their shares, and sets all times."""
     block: Any = None
     """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
     uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""

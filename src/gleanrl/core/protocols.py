@@ -52,6 +52,8 @@ class EnvBatch(Protocol):
     """Per action key, the set one environment's action may be drawn from."""
     can_cut: bool
     """Whether environments can be truncated and reset one by one."""
+    reset_s: float
+    """Seconds in resets that are calls of their own within a step."""
 
     @property
     def inner(self) -> Any:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -54,6 +55,7 @@ class WindowEnv:
     """The common part of adapters of single and of vectorised environments: fields and actions."""
 
     can_cut = True
+    reset_s = 0.0
     _leaf_writer = LeafWriter
     _info_writer = InfoWriter
     _batched = False
@@ -237,10 +239,13 @@ class GymnasiumEnv(WindowEnv):
                 done_row[env] = True
                 dead_row[env] = dead
                 late_row[env] = late or not dead
-        for env in ended if self._resets else ():
-            returned = self._reset_one(env, None)
-            for writer in self._writers:
-                writer.write_root(t, env, returned)
+        if self._resets:
+            began = monotonic()
+            for env in ended:
+                returned = self._reset_one(env, None)
+                for writer in self._writers:
+                    writer.write_root(t, env, returned)
+            self.reset_s += monotonic() - began
         return ended
 
     def finish(self, steps: int) -> None:

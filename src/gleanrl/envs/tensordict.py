@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -422,6 +423,8 @@ class TensorDictHandle:
         self.num_envs = math.prod(env.batch_size)
         self.after: TensorDictBase | None = None
         """The results of the last step."""
+        self.reset_s = 0.0
+        """Seconds in resets that are calls of their own after a step."""
         self._apart = False
         """Whether steps and resets can be separate calls."""
         self._after_mdp: Callable[..., tuple[TensorDictBase, TensorDictBase]] | None = None
@@ -459,7 +462,10 @@ class TensorDictHandle:
             finished, root = self._after_mdp(finished, root)
         record(finished)
         self.after = finished.get(NEXT)
+        began = monotonic()
         self.root = env.maybe_reset(root)
+        if ended:
+            self.reset_s += monotonic() - began
         return ended
 
     def _step_whole(

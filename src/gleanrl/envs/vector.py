@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 import gymnasium as gym
@@ -201,7 +202,9 @@ class DenseVectorEnv(_VectorAdapter):
         else:
             over = left = np.union1d(ended, cut).astype(np.int64) if cut else ended
         if len(left):
+            began = monotonic()
             self.restart(t, left)
+            self.reset_s += monotonic() - began
         indices: list[int] = over.tolist()
         return indices
 

@@ -50,7 +50,7 @@ class BaseSource:
         self.policy = user_policy
         self.streams = Streams()
         self.streams.begin(options.stream)
-        self._clock = StepClock()
+        self._clock = StepClock(envs)
         self.policy_version = 0
         self.inconsistent = False
         """Whether a failure left environments and counters in disagreement."""
@@ -129,7 +129,7 @@ class BaseSource:
             discarded,
             payload,
             self.tracker.ended,
-            measured=self._clock.seconds,
+            measured=self._clock.seconds and self._clock.measured(),
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:

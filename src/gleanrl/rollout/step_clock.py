@@ -6,6 +6,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeAlias
 
+from gleanrl.core.protocols import EnvBatch
+from gleanrl.envs.tensordict import TensorDictHandle
+
 _EVERY = 16
 """One rollout of so many is measured."""
 _Call: TypeAlias = Callable[..., Any]
@@ -14,11 +17,19 @@ _Call: TypeAlias = Callable[..., Any]
 class StepClock:
     """Measures the calls of some rollouts one by one."""
 
-    def __init__(self) -> None:
-        """Start before the first rollout."""
-        self._rollouts = 0
+    def __init__(self, envs: EnvBatch | TensorDictHandle) -> None:
+        """Start before the first rollout of ``envs``."""
+        self._envs, self._rollouts = envs, 0
         self.seconds: list[float] | None = None
-        """The seconds of environment and policy in the last rollout, if they were measured."""
+        """The seconds of environment and policy in the last rollout, if they were measured, and
+        those of earlier resets."""
+
+    def measured(self) -> tuple[float, float, float] | None:
+        """Return the seconds of environment, policy and resets in the last rollout, if measured."""
+        if self.seconds is None:
+            return None
+        env, policy, earlier = self.seconds
+        return env, policy, self._envs.reset_s - earlier
 
     def begin(self, act: _Call, step: _Call) -> tuple[_Call, _Call]:
         """Start a rollout; return the functions with which its loop acts and steps.
@@ -30,7 +41,7 @@ class StepClock:
         if not due:
             self.seconds = None
             return act, step
-        self.seconds = seconds = [0.0, 0.0]
+        self.seconds = seconds = [0.0, 0.0, self._envs.reset_s]
         return _timed(act, seconds, 1), _timed(step, seconds, 0)
 
 

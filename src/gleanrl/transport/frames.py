@@ -42,7 +42,7 @@ from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text,
 from gleanrl.transport.pickling import dumps
 
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq8d")
+_ROLLED = struct.Struct("=cqiqqqq9d")
 """Numbers of a report; which episodes ended follows."""
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
@@ -193,7 +193,7 @@ def _read_reply(frame: bytes) -> m.Reply:
         found = _ROLLED.unpack_from(frame)
         ticket, worker, steps, frames, version, discarded = found[1:7]
         report = m.Report(steps, frames, version, discarded, None, frame[_ROLLED.size :])
-        report.times, report.seconds, report.weights_s = found[7:10], found[10:14], found[14]
+        report.times, report.seconds, report.weights_s = found[7:10], found[10:15], found[15]
         return m.Rolled(worker, ticket, report)
     reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     return reply

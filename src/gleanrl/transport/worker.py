@@ -64,7 +64,7 @@ class Worker:
         self.source: Source = factory(index)
         self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
         self._loading, self._loaded_at = 0.0, 0.0
-        self._shares: tuple[float, float] = 0.0, 0.0
+        self._shares: tuple[float, float, float] = 0.0, 0.0, 0.0
         """Of environment and policy in the time of the last rollout that was measured."""
 
     def ready(self) -> m.Ready:
@@ -105,13 +105,16 @@ class Worker:
         begin = taken if taken > self._loaded_at else self._loaded_at
         took, measured = end - begin, report.measured
         if measured is not None:
-            self._shares = measured[0] / (took or 1.0), measured[1] / (took or 1.0)
-        env, policy = self._shares[0] * took, self._shares[1] * took
+            env, policy, resets = measured
+            whole = took or 1.0
+            self._shares = env / whole, policy / whole, resets / whole
+        env, policy, resets = self._shares
+        env, policy, resets = env * took, policy * took, resets * took
         waited, report.weights_s = self._waited, self._loading
         self._waited = self._loading = 0.0
         report.times = taken, begin, end
         rest = total - waited - env - policy
-        report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited
+        report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited, resets
 
     def _refresh(self) -> None:
         if self._receiver is not None:

@@ -29,8 +29,8 @@ _MOST_BATCHES, _MOST_BYTES = 256, 1 << 20
 """Batches, and bytes of their rewards and ends, that may wait to be added up."""
 _RECENT_S = 2.0
 """Seconds for which numbers are recent."""
-_Seconds: TypeAlias = tuple[float, float, float, float]
-"""In the order of `SHARES`."""
+_Seconds: TypeAlias = tuple[float, float, float, float, float]
+"""In the order of `SHARES`; last, the part of resets in the first."""
 _Share: TypeAlias = tuple[int, int, int, _Seconds, Ended]
 """A rollout's worker, frames, policy version, seconds and ended episodes."""
 _Batch: TypeAlias = tuple[float, float, int, list[_Share]]
@@ -77,7 +77,7 @@ class _Worker(_Whole):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds: Sequence[float] = (0.0,) * len(SHARES)
+        self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
     def take_in(
@@ -256,6 +256,7 @@ class Measures:
 
 def _shares(workers: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the shares of the seconds; NaN before there are any."""
-    seconds = [sum(parts) for parts in zip(*workers, strict=True)]
+    *seconds, resets = [sum(parts) for parts in zip(*workers, strict=True)]
     total = sum(seconds) or math.nan
-    return {name: part / total for name, part in zip(SHARES, seconds, strict=True)}
+    shares = {name: part / total for name, part in zip(SHARES, seconds, strict=True)}
+    return {**shares, "time_reset": resets / total}

@@ -107,7 +107,7 @@ class Timeline:
         tid = worker + 1
         shift = self._shift(worker, report.times[2], now)
         taken, begin, end = (at + shift for at in report.times)
-        env_s, policy_s, _, wait_s = report.seconds
+        env_s, policy_s, _, wait_s, _ = report.seconds
         before, self._ended[worker] = self._ended[worker], end
         middle = min(begin + env_s, end)
         args = f'"frames":{report.frames},"policy version":{report.policy_version}'
