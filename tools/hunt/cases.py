@@ -253,6 +253,9 @@ def allowed(case: Case, name: str) -> bool:
         "use_buffers": case.sink == "batches",
         "extend_buffer": case.sink not in ("slices", "priorities"),
         "track_traj_ids": case.sink != "slices",
+        # The environment perturbs the learner's policy, of which another device has a copy.
+        "device": case.policy != "perturbed",
+        "policy_device": case.policy != "perturbed",
     }
     sink = case.sink not in ("batches", "recorder") or name not in _NEEDS_SINK
     return not apart and rules.get(name, True) and sink
