@@ -404,7 +404,11 @@ def pictures() -> Iterator[tuple[Path, str]]:
 
 
 def _caption(*entries: dict[str, Any]) -> list[str]:
-    text = ["Bar and line: 1x is as fast.", _spread(entries), *_origin(entries)]
+    text = [
+        "Bar and line: 1x is as fast. The axis is logarithmic.",
+        _spread(entries),
+        *_origin(entries),
+    ]
     return [line for one in text for line in textwrap.wrap(one, 76)]
 
 

@@ -400,7 +400,7 @@ def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:
             top = 4 * max(row["async"] for row in rows)
             curves[f"bound: {bound}"] = [point for point in values if point[1] <= top]
         panels[name] = {key: curve for key, curve in curves.items() if curve}
-    notes = ["Simulated, not measured. Across: nodes. Up: frames per second."]
+    notes = ["Simulated, not measured. Across: nodes. Up: frames per second. Both logarithmic."]
     return picture.curves("Frames per second over nodes", panels, notes)
 
 

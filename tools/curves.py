@@ -27,6 +27,9 @@ CURVES, PAGE = ROOT / "docs" / "curves", ROOT / "docs" / "examples.md"
 COLUMNS = "frames", "return", "loss", "seconds"
 POINTS = 200
 """Rows kept of each seed."""
+_CARTPOLE = "evaluate", "impala", "ppo", "ppo_ray", "recurrent_ppo", "resume"
+SOLVED = {**dict.fromkeys(_CARTPOLE, 475), "ppo_continuous": 4800, "ppo_torchrl_losses": 950}
+"""The ``reward_threshold`` of an example's task, where Gymnasium names one."""
 
 
 def main() -> None:
@@ -103,7 +106,7 @@ def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
 
 
 def draw(doc: dict[str, Any], path: Path) -> None:
-    """Draw every seed lightly, and their mean at common numbers of frames."""
+    """Draw the mean of all seeds at common numbers of frames, and the band that they span."""
     import matplotlib as mpl
     import numpy as np
 
@@ -111,13 +114,19 @@ def draw(doc: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     runs = doc["runs"]
-    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for run in runs:
-        axes.plot(run["frames"], run["return"], color="#2a9d5c", alpha=0.3, linewidth=1)
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained", facecolor="#f3f4f6")
     first, last = max(r["frames"][0] for r in runs), min(r["frames"][-1] for r in runs)
     frames = np.linspace(first, last, POINTS)
-    mean = np.mean([np.interp(frames, run["frames"], run["return"]) for run in runs], axis=0)
-    axes.plot(frames, mean, color="#1b6e40", linewidth=2, label=f"mean of {len(runs)} seeds")
+    each = np.array([np.interp(frames, run["frames"], run["return"]) for run in runs])
+    label = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
+    axes.plot(frames, each.mean(0), color="#1b6e40", linewidth=2, label=label)
+    if len(runs) > 1:
+        band = {"color": "#2a9d5c", "alpha": 0.3, "linewidth": 0, "label": "least to largest"}
+        axes.fill_between(frames, each.min(0), each.max(0), **band)
+    if solved := SOLVED.get(doc["example"]):
+        axes.axhline(solved, color="#59636e", linestyle="--", label=f"solved: {solved}")
+    if each.min() >= 0:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("frames")
     axes.set_ylabel("mean return")
     axes.set_title(f"examples/{doc['example']}.py, {doc['date']}", fontsize=9)
