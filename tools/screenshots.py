@@ -1,8 +1,9 @@
-"""Looks at the built site in a browser: ``docs/screenshots``, pages too wide for a phone, search.
+"""Looks at the built site in a browser: screenshots, pages too wide for a phone, search.
 
-``python -m tools.screenshots`` needs ``pip install playwright`` and Debian's ``chromium``. It exits
-with 1 if a page of the site can be scrolled sideways on a phone, or if the site's search does not
-find the page of one of the `QUESTIONS` readers ask, or does not show that of one of `WORDS` first.
+``python -m tools.screenshots`` needs ``pip install playwright`` and Debian's ``chromium``. It
+writes pictures for reviewers into ``docs/_build/screenshots``. It exits with 1 if a page of the
+site can be scrolled sideways on a phone, or if the site's search does not find the page of one of
+the `QUESTIONS` readers ask, or does not show that of one of `WORDS` first.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from tools.site import BUILT, DOCS, QUESTIONS, WORDS
+from tools.site import BUILT, QUESTIONS, WORDS
 
-HTML, SHOTS = BUILT / "html", DOCS / "screenshots"
+HTML, SHOTS = BUILT / "html", BUILT / "screenshots"
 SCREENS = {"desktop": (1280, 800), "phone": (390, 844)}
 PAGES = {
     "start": "index.html",
