@@ -121,8 +121,8 @@ def draw(doc: dict[str, Any], path: Path) -> None:
     label = f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed"
     axes.plot(frames, each.mean(0), color="#1b6e40", linewidth=2, label=label)
     if len(runs) > 1:
-        band = {"color": "#2a9d5c", "alpha": 0.3, "linewidth": 0, "label": "least to largest"}
-        axes.fill_between(frames, each.min(0), each.max(0), **band)
+        low, high = each.min(0), each.max(0)
+        axes.fill_between(frames, low, high, color="#2a9d5c", alpha=0.3, label="least to largest")
     if solved := SOLVED.get(doc["example"]):
         axes.axhline(solved, color="#59636e", linestyle="--", label=f"solved: {solved}")
     if each.min() >= 0:
