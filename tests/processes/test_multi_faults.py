@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,43 @@ def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
     )
     _, error = until_error(collector)
     assert isinstance(error, ArithmeticError)
+
+
+def test_a_worker_in_a_long_step_while_another_fails_goes_on(tmp_path, monkeypatch):
+    """Its step ends after the error was raised; the next batch has new episodes of both workers."""
+    monkeypatch.setattr("gleanrl.engine.gather._GRACE_S", 0.2)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    collector = MultiSyncCollector(
+        [
+            rig.counting(0, fault=partial(rig.wait_at, str(gate)), at=1, length=100),
+            rig.counting(1, fault=rig.fail, at=2, length=100),
+        ],
+        frames_per_batch=8,
+    )
+    with rig.in_time(), pytest.raises(ArithmeticError):
+        next(collector.iterator())
+    with gate.open("w"):
+        batch = next(collector.iterator())
+    assert rig.rows(batch) == [(0, step) for step in range(2, 6)] + [(1, s) for s in range(3, 7)]
+    assert batch["collector", "traj_ids"].unique().numel() == 2
+    again = rig.rows(next(collector.iterator()))
+    assert again == [(0, step) for step in range(6, 10)] + [(1, s) for s in range(7, 11)]
+    collector.shutdown()
+
+
+def test_frames_that_workers_stored_count_though_another_worker_failed():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    collector = MultiSyncCollector(
+        [rig.counting(0), rig.counting(1, fault=rig.fail, at=12)],
+        frames_per_batch=16,
+        replay_buffer=buffer,
+    )
+    next(collector.iterator())
+    with pytest.raises(ArithmeticError):
+        next(collector.iterator())
+    assert collector.stats()["frames"] == len(buffer) > 16
+    collector.shutdown()
 
 
 def test_rollouts_that_had_arrived_are_delivered_before_the_death():

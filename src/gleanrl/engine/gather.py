@@ -19,8 +19,8 @@ from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 
-_GRACE = 3.0
-"""Seconds for the other workers to end their rollouts after one has failed."""
+_GRACE_S = 3.0
+"""Seconds for the other workers to end their rollouts, before the error of one is raised."""
 _DEPTH = 2
 """Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
 
@@ -165,6 +165,8 @@ class SyncGather(Gather):
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
+        self._failed: _Round | None = None
+        """A round whose error was raised while some workers were still in their last step."""
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -182,12 +184,11 @@ class SyncGather(Gather):
         except Exception as err:
             self._begun = None
             budget.cancel(sum(self._frames))
-            ended = (t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled))
-            self.dropped += sum(report.frames for report in ended)
-            if not isinstance(err, CollectorTimeout | WorkerDied):
-                slots.release(begun.slot)
-                self._restart_finished(begun)
-            raise  # else: a worker may still write into this slot, which is not used again
+            if isinstance(err, CollectorTimeout | WorkerDied):
+                self._count_dropped(begun, budget)  # a lost worker may still write into the slot
+            else:
+                self._fail(begun, budget)
+            raise
         except BaseException:  # an interrupt: workers go on, and the next call takes over
             begun.interrupted = True
             self._let_run()
@@ -199,6 +200,8 @@ class SyncGather(Gather):
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Take a slot for the rollouts of all workers."""
+        if self._failed is not None:
+            self._end_failed(self._failed, budget, timeout)
         self._let_run()
         slot = self._slots[0].acquire()
         self._begun = begun = _Round(slot, self._slots[0].windows(slot), timeout, budget.random)
@@ -227,21 +230,51 @@ class SyncGather(Gather):
         except Exception as err:
             begun.errors.append(err)
 
-    def _restart_finished(self, begun: _Round) -> None:
-        """Begin new episodes in workers whose rollouts are dropped, as in the failed worker.
+    def _fail(self, begun: _Round, budget: Budget) -> None:
+        """Drop a failed round.
 
-        If their episodes ran on, frames in the middle of these would be missing.
+        Workers whose rollouts are dropped begin new episodes, as the failed worker does. If their
+        episodes ran on, frames in the middle of these would be missing.
         """
         for ticket in begun.tickets:
-            if isinstance(ticket.reply, m.Rolled):
+            if not isinstance(ticket.reply, m.Failed):
                 with suppress(WorkerDied, CollectorTimeout):  # the next batch raises these
                     self._dispatcher.post(ticket.worker, m.Reset())
+        if begun.late:
+            self._failed = begun
+        else:
+            self._release(begun, budget)
+
+    def _end_failed(self, begun: _Round, budget: Budget, timeout: float | None) -> None:
+        """Wait for the last steps of a failed round, as long as for a rollout."""
+        begun.renew()
+        while late := begun.late:
+            left = None if begun.deadline is None else begun.deadline - time.monotonic()
+            if not self._dispatcher.wait(left) and left is not None:
+                raise self._give_up(late, timeout)
+        self._failed = None
+        self._hurry(False)
+        self._release(begun, budget)
+
+    def _release(self, begun: _Round, budget: Budget) -> None:
+        self._slots[0].release(begun.slot)
+        self._count_dropped(begun, budget)
+
+    def _count_dropped(self, begun: _Round, budget: Budget) -> None:
+        """Count the rollouts of a failed round; those that workers have stored were delivered."""
+        for ticket in begun.tickets:
+            if isinstance(ticket.reply, m.Rolled):
+                report = ticket.reply.report
+                if begun.windows[ticket.worker].blocks or report.payload is not None:
+                    self.dropped += report.frames
+                else:
+                    budget.deliver(0, report.frames)
 
     def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
         """Wait for all replies.
 
-        After a failure the rollouts of the others are stopped and waited for: a worker that still
-        writes would write into memory that is used again.
+        After a failure the rollouts of the others are stopped. The error is raised when they have
+        ended, or after some seconds; `_begin` waits for the rest before memory is used again.
         """
         hurried, dispatcher = False, self._dispatcher
         if not (begun.errors or dispatcher.intact):  # noticed by a call in between
@@ -249,20 +282,23 @@ class SyncGather(Gather):
         while late := begun.late:
             if not hurried and (failures := begun.failures):
                 begun.errors = failures  # what went wrong first is what is raised
-                begun.deadline = time.monotonic() + _GRACE
+                begun.deadline = time.monotonic() + _GRACE_S
                 hurried = True
                 self._hurry(True)
             try:
                 left = None if begun.deadline is None else begun.deadline - time.monotonic()
                 if not dispatcher.wait(left) and left is not None:
+                    if hurried:
+                        break
                     self._lose(begun, self._give_up(late, timeout))
             except Exception as err:  # also that of a command which was sent before
                 self._lose(begun, err)
             if not hurried:
                 self._let_run(begun)
-        self._let_run()
-        if hurried:
-            self._hurry(False)
+        if not begun.late:
+            self._let_run()
+            if hurried:
+                self._hurry(False)
         for error in begun.failures:
             raise error
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
@@ -272,7 +308,9 @@ class SyncGather(Gather):
         begun.tickets = [t for t in begun.tickets if self._dispatcher.has(t.worker)]
 
     def _hurry(self, stop: bool) -> None:
-        self._stop[0] = stop or self._stopped()
+        wanted: bool | None = None
+        while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
+            self._stop[0] = wanted = now
 
     def _let_run(self, begun: _Round | None = None) -> None:
         """Let rollouts run to their end, unless enough workers have finished."""
