@@ -580,3 +580,15 @@ def test_a_node_whose_connection_cannot_be_read_any_more_ends_and_says_why(tidy_
             with pytest.raises(WorkerDied, match="failed while it read .*SystemExit: 7"):
                 collector.map_fn("env.__setattr__", [("number", Exits())])
             rig.await_end([pid])
+
+
+def test_large_rollouts_of_nodes_fill_a_buffer_in_the_background_at_full_speed():
+    """A reply may come before its data, and nothing tells when these have come."""
+    envs = [lambda: GymEnv(rig.Wide())] * 2
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400))
+    collector = nodes(*envs, per_node=200, sync=True, replay_buffer=buffer)
+    collector.start()
+    try:
+        rig.until(lambda: collector.stats()["frames"] >= 30 * 400)
+    finally:
+        collector.shutdown()

@@ -215,6 +215,16 @@ def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
     assert isinstance(error, ArithmeticError)
 
 
+def test_a_policy_of_which_the_workers_have_no_room_for_copies_is_refused(monkeypatch):
+    monkeypatch.setattr("gleanrl.memory.shared.available_memory", lambda root: 200_000_000)
+    policy = nn.Sequential(nn.Linear(2, 10**6), nn.Linear(10**6, 1))
+    with pytest.raises(
+        ConfigError, match=r"copies of policy .* for 8 workers need .* fewer workers"
+    ):
+        MultiAsyncCollector([rig.counting()] * 8, policy, frames_per_batch=8)
+    assert not rig.workers()
+
+
 def test_a_worker_in_a_long_step_while_another_fails_goes_on(tmp_path, monkeypatch):
     """Its step ends after the error was raised; the next batch has new episodes of both workers."""
     monkeypatch.setattr("gleanrl.engine.gather._GRACE_S", 0.2)

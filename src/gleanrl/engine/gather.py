@@ -249,8 +249,7 @@ class SyncGather(Gather):
         """Wait for the last steps of a failed round, as long as for a rollout."""
         begun.renew()
         while late := begun.late:
-            left = None if begun.deadline is None else begun.deadline - time.monotonic()
-            if not self._dispatcher.wait(left) and left is not None:
+            if self._wait(begun):
                 raise self._give_up(late, timeout)
         self._failed = None
         self._hurry(False)
@@ -286,13 +285,14 @@ class SyncGather(Gather):
                 hurried = True
                 self._hurry(True)
             try:
-                left = None if begun.deadline is None else begun.deadline - time.monotonic()
-                if not dispatcher.wait(left) and left is not None:
-                    if hurried:
-                        break
-                    self._lose(begun, self._give_up(late, timeout))
+                expired = self._wait(begun)
             except Exception as err:  # also that of a command which was sent before
                 self._lose(begun, err)
+                expired = False
+            if expired and hurried:
+                break
+            if expired:
+                self._lose(begun, self._give_up(late, timeout))
             if not hurried:
                 self._let_run(begun)
         if not begun.late:
@@ -302,6 +302,11 @@ class SyncGather(Gather):
         for error in begun.failures:
             raise error
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
+
+    def _wait(self, begun: _Round) -> bool:
+        """Wait for a reply; tell whether the round's deadline has passed without one."""
+        left = None if begun.deadline is None else begun.deadline - time.monotonic()
+        return not self._dispatcher.wait(left) and left is not None
 
     def _lose(self, begun: _Round, error: BaseException) -> None:
         begun.errors.append(error)

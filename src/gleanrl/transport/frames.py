@@ -386,10 +386,11 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def wait_for_ever(self) -> None:
-        """Let the other side take its time: on TCP only its host has to show signs of life."""
+    def set_patience(self, timeout_s: float) -> None:
+        """Set how long the other side may leave data on TCP unread; 0 means for ever."""
         if sys.platform == "linux" and self._socket.family != socket.AF_UNIX:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+            longest = int(min(1000 * timeout_s, 2**31 - 1))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
 
     def close(self) -> None:
         """Close the socket."""

@@ -45,7 +45,7 @@ from gleanrl.transport.interrupts import Deferred, interruptible
 from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
-from gleanrl.transport.pickling import pickled
+from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.process_group import ProcessGroups
 from gleanrl.transport.worker import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
@@ -429,7 +429,7 @@ class NetworkBackend(RemoteBackend[Node]):
             WorkerDied: a node ended before it joined.
             CollectorTimeout: not all had joined in time.
         """
-        self._factories = [pickled(worker, factory) for worker, factory in enumerate(factories)]
+        self._factories = pickled_each(factories)
         self.plane.begin(self._host, len(factories), self.timeout_s)
         self._admitter.launch_first(len(factories))
         joined: dict[int, Node] = {}
@@ -516,7 +516,9 @@ class NetworkBackend(RemoteBackend[Node]):
         return reply
 
     def wait(self, timeout: float) -> None:
-        self._channels.wait(timeout)
+        # Nothing tells when a rollout that was announced has landed.
+        landing = any(node.announced for node in self._channels.peers())
+        self._channels.wait(_NAPS[1] if landing else timeout)
 
     def _send_stop(self, value: int) -> None:
         for node in self._peers:

@@ -59,6 +59,8 @@ class NodeConnection:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gleanrl connection", daemon=True)
         self._closing = False
+        self._patient = False
+        """Whether the learner may leave data unread for ever."""
         self.leaving = False
         """Whether this node was told to end: the learner is no longer spoken to."""
         self.inbox = Inbox()
@@ -83,7 +85,8 @@ class NodeConnection:
         """Send a reply."""
         if isinstance(reply, m.Rolled) and reply.report.payload is not None:
             # It may be more than the connection holds, and the learner may be away for long.
-            self._channel.wait_for_ever()
+            self._patient = True
+            self._channel.set_patience(0)
         self.send(frame_of(reply))
 
     def leave(self, reason: str) -> None:
@@ -175,6 +178,9 @@ class NodeConnection:
             self._command(frame)
 
     def _command(self, frame: bytes) -> None:
+        if self._patient:  # the learner reads again
+            self._patient = False
+            self._channel.set_patience(self._timeout_s)
         ticket, command = self._reader.read(frame)
         self._closing = isinstance(command, m.Close)
         self.inbox.put(ticket, command)

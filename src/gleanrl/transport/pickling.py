@@ -8,7 +8,7 @@ import pickle
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch import nn
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.protocols import Source, SourceFactory
 from gleanrl.envs.registrations import Registrations, registrations
+from gleanrl.memory.shared import check_memory
 
 _DEEPEST = 8
 _ANYWHERE = ("cpu", "meta")
@@ -86,6 +87,25 @@ class _Capturing(_Pickler):
                     f"a tensor of shape {tuple(obj.shape)} on {obj.device}: move it with .cpu()"
                 )
         return super().reducer_override(obj)
+
+
+def pickled_each(factories: Sequence[SourceFactory]) -> list[bytes]:
+    """Return the factory of every worker as bytes.
+
+    Raises:
+        ConfigError: see `pickled`; or there is no memory for all of them, here and in the workers.
+    """
+    first = pickled(0, factories[0])
+    count = len(factories)
+    advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"
+    check_memory(
+        2 * count * len(first),
+        f"copies of policy and environments for {count} workers",
+        advice,
+        "memory",
+    )
+    rest = (pickled(worker, factory) for worker, factory in enumerate(factories) if worker)
+    return [first, *rest]
 
 
 def pickled(worker: int, factory: SourceFactory) -> bytes:

@@ -9,6 +9,7 @@ import select
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.frames import Channel
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend
-from gleanrl.transport.pickling import pickled
+from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.worker import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
@@ -94,9 +95,9 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        for worker, blob in enumerate(blobs):
-            self._fork(worker, blob)
+        waiting = deque(pickled_each(factories))
+        while waiting:  # no more than one copy of each, however large the policy is
+            self._fork(len(self._peers), waiting.popleft())
 
     def _fork(self, worker: int, factory: bytes) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
