@@ -289,16 +289,16 @@ class SyncGather(Gather):
             except Exception as err:  # also that of a command which was sent before
                 self._lose(begun, err)
                 expired = False
-            if expired and hurried:
-                break
             if expired:
+                if hurried:
+                    raise begun.errors[0]
                 self._lose(begun, self._give_up(late, timeout))
             if not hurried:
                 self._let_run(begun)
-        if not begun.late:
+        if hurried:
+            self._hurry(False)
+        else:
             self._let_run()
-            if hurried:
-                self._hurry(False)
         for error in begun.failures:
             raise error
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
