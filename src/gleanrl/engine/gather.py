@@ -19,7 +19,7 @@ from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 
-_GRACE_S = 3.0
+_GRACE_S = 1.0
 """Seconds for the other workers to end their rollouts, before the error of one is raised."""
 _DEPTH = 2
 """Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
