@@ -386,6 +386,8 @@ BOX_TOYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 for name, (cls, more) in BOX_TOYS.items():
     gymnasium(f"small-{name}", act(gym_toys.MOVES, cls), PUSH, **more)
+gymnasium("small-shared", act(gym_toys.MOVES, gym_toys.SharedObservation), PUSH, "reuses")
+gymnasium("small-draws", act(gym_toys.MOVES, gym_toys.Draws), PUSH, "draws")
 gymnasium("small-meddles", act(gym_toys.MOVES, gym_toys.Meddles), PUSH, "writes-action")
 gymnasium(
     "small-pictures",
@@ -534,6 +536,7 @@ for mode in AutoresetMode:
     for title, build, wanted, more in (
         ("small", SMALL, PUSH, {"batch": (3,)}),
         ("mapped", partial(gym_toys.Mapped, gym_toys.MOVES), PUSH, {"batch": (3,)}),
+        ("reused", partial(gym_toys.ReusedObservation, gym_toys.MOVES), PUSH, {"batch": (3,)}),
         (
             "cartpole",
             partial(gym.make, "CartPole-v1"),

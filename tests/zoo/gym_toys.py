@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
 
 BOX = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -68,6 +70,21 @@ class ReusedObservation(Small):
         self.seen = np.zeros(3, np.float32) if self.seen is None else self.seen
         self.seen[:] = self.x
         return self.seen
+
+
+class SharedObservation(ReusedObservation):
+    """Shows one array that all environments of the class overwrite."""
+
+    seen = np.zeros(3, np.float32)
+
+
+class Draws(Small):
+    """Adds noise from the global streams of torch and NumPy, and of Python's ``random``."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict]:
+        noise = torch.randn(3).numpy() + np.random.randn(3) + random.random()
+        self.x = self.x + 0.1 * noise
+        return super().step(action)
 
 
 class PaysWith(Small):

@@ -1671,3 +1671,87 @@ class HotParts(nn.Module):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         parts = [nn.functional.one_hot(p.argmax(-1), p.shape[-1]) for p in logits.split([2, 3], -1)]
         return torch.cat(parts, -1).bool()
+
+
+# -- settings that change inside a rollout, and caches --------------------------------------------
+
+
+class SetsSlope(nn.Module):
+    """Sets the slope of another module at every call, to one of three in turns."""
+
+    def __init__(self, layer: nn.LeakyReLU):
+        super().__init__()
+        self.layer, self.calls = [layer], 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer[0].negative_slope = (0.1, 0.5, 0.9)[self.calls % 3]
+        self.calls += 1
+        return x.clone()
+
+
+@policy("sets-slope", anything, mixes=True)
+def _(env: Environment) -> Any:
+    net = body(env, kind=nn.LeakyReLU)
+    slope = next(layer for layer in net if isinstance(layer, nn.LeakyReLU))
+    sets = mod(SetsSlope(slope), env.obs, "seen")
+    return Seq(sets, mod(net, "seen", "logits"), chooser(env))
+
+
+class WritesWeight(nn.Module):
+    """Makes another layer's weight of what is observed: a hypernetwork."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = [layer]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer[0].weight
+        weight.data = x.mean() * torch.ones_like(weight)
+        return x.clone()
+
+
+@policy("hypernetwork", vector, mixes=True)
+def _(env: Environment) -> Any:
+    net = body(env)
+    writes = mod(WritesWeight(net[0]), env.obs, "seen")
+    return Seq(writes, mod(net, "seen", "logits"), chooser(env))
+
+
+class KeepsWeight(nn.Module):
+    """Uses a tensor made of its weight, made anew when that changed."""
+
+    def __init__(self, env: Environment):
+        super().__init__()
+        self.net = body(env)
+        self.kept: torch.Tensor | None = None
+        self.version = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.net[-1].weight
+        if self.kept is None or (id(weight), weight._version) != self.version:
+            self.kept = weight.detach() * 0.5
+            self.version = (id(weight), weight._version)
+        return nn.functional.linear(self.net[:-1](x), self.kept)
+
+
+@policy("keeps-derived-weight")
+def _(env: Environment) -> Any:
+    return Seq(mod(KeepsWeight(env), env.obs, "logits"), chooser(env))
+
+
+class CachedParts(nn.Module):
+    """Reads its parametrized weights within ``parametrize.cached()``."""
+
+    def __init__(self, env: Environment):
+        super().__init__()
+        self.net = body(env)
+        parametrizations.weight_norm(self.net[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            return self.net(x) + self.net(x)
+
+
+@policy("parametrize-cached", changes=(scale_weights, hook, evaluate, train, pre_hook, unhook))
+def _(env: Environment) -> Any:
+    return Seq(mod(CachedParts(env), env.obs, "logits"), chooser(env))
