@@ -149,6 +149,23 @@ def test_schemes_are_made_by_the_name_of_a_backend(name, kind):
         WeightSyncScheme.from_backend("unknown")
 
 
+@pytest.mark.parametrize("kind", [NoWeightSyncScheme, SharedMemWeightSyncScheme])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("init_on_sender", {"model": nn.Linear(1, 1), "num_workers": 1}),
+        ("init_on_receiver", {"model_id": "policy", "worker_idx": 0}),
+        ("connect", {}),
+        ("send", {"weights": {}}),
+        ("receive", {"timeout": 1.0}),
+    ],
+)
+def test_a_scheme_without_a_collector_names_the_collectors_way(kind, method, options):
+    way = rf"{kind.__name__} .*weight_sync_schemes=.*update_policy_weights_\(\)"
+    with pytest.raises(NotImplementedError, match=way):
+        getattr(kind(), method)(**options)
+
+
 def test_retired_updaters_of_nodes_send_weights():
     module = policy()
     weights = TensorDict.from_module(policy()).data

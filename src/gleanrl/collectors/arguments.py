@@ -746,7 +746,7 @@ def check_callables(**arguments: Any) -> None:
 
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:
-    """Raise an error if a weight sync scheme was initialised before."""
+    """Raise an error unless ``schemes`` maps model ids to weight sync schemes."""
     if schemes is not None and not isinstance(schemes, Mapping):
         raise ConfigError(
             f"weight sync schemes ({schemes!r:.100}) must be a mapping from model id to scheme"
@@ -756,11 +756,6 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             raise ConfigError(
                 f"the weight sync scheme of {name!r} is a {type(scheme).__name__}, not a "
                 "WeightSyncScheme"
-            )
-        if scheme.initialized_on_sender or scheme.initialized_on_receiver:
-            raise ConfigError(
-                f"the weight sync scheme of {name!r} was initialised by hand; a collector needs a "
-                "fresh one and sends by itself: give first weights to update_policy_weights_"
             )
 
 
