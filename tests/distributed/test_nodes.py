@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 import rig
 import torch
-from node_rig import nodes, run_learner
+from node_rig import addresses_listened_on, nodes, run_learner
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
 
@@ -328,6 +328,12 @@ def test_a_port_that_is_taken(monkeypatch):
         monkeypatch.setenv("TCP_PORT", str(port))
         with pytest.warns(UserWarning, match=f"{port} is taken"):
             nodes(rig.counting(), tcp_port=None).shutdown()
+
+
+def test_nothing_listens_beyond_the_interface_of_the_nodes():
+    with nodes(rig.counting(0), rig.counting(1)) as collector:
+        for pid in (os.getpid(), *collector.map_fn("env.pid")):
+            assert addresses_listened_on(pid) == {"127.0.0.1"}
 
 
 # -- failures --------------------------------------------------------------------------------------

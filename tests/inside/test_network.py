@@ -10,15 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import rig
 
-from gleanrl import CollectorTimeout, DistributedCollector, RPCCollector, WorkerDied
+from gleanrl import CollectorTimeout, DistributedCollector, WorkerDied
 from gleanrl.transport.worker import Surroundings
 from gleanrl.transport.zygote import NODE, Zygote
 
-pytestmark = pytest.mark.filterwarnings("ignore:RPCCollector. torch.distributed.rpc unpickles")
 # Of this process's own: hosts that a killed run left behind would answer in place of ours.
 NUMBER = os.getpid() % (1 << 14)
 HERE, THERE = (f"10.213.{NUMBER >> 6}.{4 * (NUMBER & 63) + end}" for end in (1, 2))
-KIND = RPCCollector if os.environ.get("GLEANRL_TEST_RPC") else DistributedCollector
 BEAT = 2.0
 CLONE_NEWNET = 0x40000000
 
@@ -94,22 +92,6 @@ def there(host, python):
     launcher.zygote.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def by_rpc(python, host):
-    """A run of these tests by RPC, beside this one: most of their time is spent waiting."""
-    if KIND is RPCCollector:
-        yield None
-        return
-    with subprocess.Popen(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "GLEANRL_TEST_RPC": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as run:
-        yield run
-        run.kill()
-
-
 @pytest.fixture
 def elsewhere(there, host):
     ip("link", "set", f"{host}-a", "up")
@@ -120,7 +102,7 @@ def elsewhere(there, host):
 
 
 def collect(launcher, **options):
-    return KIND(
+    return DistributedCollector(
         [rig.counting(0), rig.counting(1)],
         rig.Encoded(10),
         frames_per_batch=8,
@@ -158,10 +140,3 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for_beyond_the_deadline(els
     ip("link", "set", f"{host}-a", "down")
     with rig.in_time(8), pytest.raises((CollectorTimeout, Exception), match="did not join|listen"):
         collect(elsewhere, start_timeout=2.0)
-
-
-@pytest.mark.skipif(KIND is RPCCollector, reason="this is what it runs")
-def test_all_that_by_rpc(by_rpc):
-    """In a process of its own: in this one RPC may have listened on another interface."""
-    out, _ = by_rpc.communicate(timeout=100)
-    assert by_rpc.returncode == 0, out

@@ -238,8 +238,8 @@ class _Remote(TypedDict, total=False):
         on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
             with the others, which collect what it had not delivered; or ``"relaunch"``: do that,
             and have another started in its place, which takes part as soon as it is up. The last
-            two are for ``sync=False``; an `RPCCollector` and the launchers ``"torchrun"`` and
-            ``"submitit_delayed"`` cannot start nodes again.
+            two are for ``sync=False``; the launchers ``"torchrun"`` and ``"submitit_delayed"``
+            cannot start nodes again.
         max_relaunches: Replacements of each worker, those that fail included; after as many,
             collection continues without that worker.
     """
@@ -273,8 +273,7 @@ class _OverNetwork(TypedDict, total=False):
         slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
             `submitit.AutoExecutor` takes them; besides ``cluster`` (``"local"`` for processes of
             this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` here).
-        backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed. An
-            `RPCCollector` has no process group and ignores it.
+        backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed.
         launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
             ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
             ``"torchrun"``: the other ranks of this very job. ``"manual"``: the processes
@@ -381,23 +380,14 @@ class DistributedSyncArguments(CommonArguments, _WithWorkers, _Remote, _OverNetw
     update_interval: Annotated[int, 1]
 
 
-class RPCArguments(
-    CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _OverNetwork, total=False
-):
+class RPCArguments(DistributedArguments, total=False):
     """The arguments of `RPCCollector`.
 
     Attributes:
-        update_interval: Another name of ``max_weight_update_interval``.
-        visible_devices: Per node, the CUDA device, or a list of them, that its RPC agent
-            synchronises with. Rollouts cross as CPU memory.
-        tensorpipe_options: Arguments of `torch.distributed.rpc.TensorPipeRpcBackendOptions`, in
-            every process: ``num_worker_threads``, ``rpc_timeout`` (seconds any single message may
-            take; by default ``heartbeat`` towards nodes and an hour towards a learner that may be
-            busy), ``device_maps``, ``devices``. This process is ``"TRAINER_NODE"`` there, nodes are
-            ``"COLLECTOR_NODE_1"``, ….
+        visible_devices: Retired, changes nothing.
+        tensorpipe_options: Retired, changes nothing.
     """
 
-    update_interval: Annotated[int | None, None]
     visible_devices: Annotated[Sequence[Any] | None, None]
     tensorpipe_options: Annotated[Mapping[str, Any] | None, None]
 
@@ -463,9 +453,11 @@ _RETIRED = {
     "exploration_mode": "exploration_type=ExplorationType....",
     "local_init_rb": "nothing: buffers are initialised by the first real data",
     "replay_buffer_chunk": "extend_buffer",
+    "tensorpipe_options": "heartbeat=, for the deadline of silent nodes",
+    "visible_devices": "policy_device= and env_device=, which may be lists with one per node",
     "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
 }
-"""Arguments that still work, and their replacements."""
+"""Arguments that are accepted with a warning, and their replacements."""
 _DICTIONARIES = [
     found
     for found in tuple(globals().values())
@@ -527,11 +519,12 @@ _TOPICS = {
     "Workers": "backend num_collectors num_workers sync backend_options collector_class "
     "collector_kwargs num_workers_per_collector worker_idx init_fn num_threads num_sub_threads "
     "preemptive_threshold interruptor start_timeout timeout on_failure max_relaunches",
-    "Nodes and actors": "launcher slurm_kwargs host tcp_port heartbeat visible_devices "
-    "tensorpipe_options ray_init_config remote_configs",
+    "Nodes and actors": "launcher slurm_kwargs host tcp_port heartbeat ray_init_config "
+    "remote_configs",
     "Hooks, progress, logs": "pre_collect_hook post_collect_hook progress logger",
     "Retired or without effect": "exploration_mode weight_updater replay_buffer_chunk "
-    "local_init_rb reset_when_done use_buffers no_cuda_sync use_env_creator",
+    "local_init_rb reset_when_done use_buffers no_cuda_sync use_env_creator visible_devices "
+    "tensorpipe_options",
 }
 """The order in which `help` lists arguments."""
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -11,9 +11,7 @@ ends the last piece: where pieces arrive in order, a rollout is whole when its m
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Protocol
 
@@ -67,13 +65,6 @@ class Pair(Protocol):
         """
 
 
-class NodesPair(Pair, Protocol):
-    """The node's side."""
-
-    def parting(self) -> AbstractContextManager[None]:
-        """Have the last answer sent meanwhile, then take leave of the learner."""
-
-
 class Connection(Protocol):
     """One side of the connection between learner and node, on which a pair is agreed upon."""
 
@@ -88,42 +79,18 @@ class Connection(Protocol):
     def key(self, key: str) -> bytes:
         """Wait for what the other side tells of ``key``."""
 
-    def fail(self, reason: str) -> None:
-        """End the connection, because no data can pass; any thread may."""
+
+Connect = Callable[[Connection], Pair]
 
 
-class NodesConnection(Connection, Protocol):
-    """The node's side of it."""
-
-    def await_end(self) -> None:
-        """Wait until the learner has hung up."""
-
-
-Connect = Callable[[NodesConnection], NodesPair]
-
-
-class DataPlane(ABC):
+class DataPlane(Protocol):
     """A way for data, from the learner's side."""
 
-    def begin(self, host: str, nodes: int, timeout_s: float) -> None:  # noqa: B027
-        """Prepare for so many nodes, which come to ``host``."""
-
-    @abstractmethod
     def connect(self, node: int) -> Connect:
         """Return what makes the node's side, there; it is pickled."""
 
-    @abstractmethod
     def pair(self, connection: Connection) -> Pair:
         """Make this side, while the node makes its own."""
-
-    def enter(self, look: Callable[[], None]) -> None:  # noqa: B027
-        """Wait until data can pass, once all nodes have joined; ``look`` looks after them."""
-
-    def leave(self) -> None:  # noqa: B027
-        """Stop before nodes are told to. Never raises."""
-
-    def close(self) -> None:  # noqa: B027
-        """Let go of everything, once nodes are gone."""
 
 
 _LARGE = 1 << 18

@@ -79,8 +79,6 @@ class Node(ChannelPeer):
         """When it last gave a sign of life."""
         self.leaving: str | None = None
         """Why it ends, if it has said so or this side ends it."""
-        self.problem = ""
-        """What this side found to be wrong with it."""
         self.announced: deque[bytes] = deque()
         """Replies that have come, of which not all that belongs to them may be here."""
         self._ended: float | None = None
@@ -236,10 +234,6 @@ class Node(ChannelPeer):
         """End the connection for both sides; whoever waits for it is told. Any thread may."""
         self.channel.hang_up()
 
-    def fail(self, reason: str) -> None:
-        self.problem = reason
-        self.hang_up()
-
     def in_flight(self) -> bool:
         """Whether what it sent before its connection ended may still be on its way."""
         now = time.monotonic()
@@ -394,7 +388,7 @@ class NetworkBackend(RemoteBackend[Node]):
         """
         super().__init__()
         self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
-        self.plane = ProcessGroups() if plane is None else plane
+        self.plane = ProcessGroups(timeout_s=timeout_s) if plane is None else plane
         self._channels: Channels[Node] = Channels()
         self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
         self._secret = new_secret()
@@ -405,8 +399,7 @@ class NetworkBackend(RemoteBackend[Node]):
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS[0]
-        self._host = host or launcher.address()
-        self._listener = listen(self._host, ports)
+        self._listener = listen(host or launcher.address(), ports)
         host, port = self._listener.getsockname()[:2]
         self.address = str(host), int(port)
         """Where nodes connect to."""
@@ -430,7 +423,6 @@ class NetworkBackend(RemoteBackend[Node]):
             CollectorTimeout: not all had joined in time.
         """
         self._factories = pickled_each(factories)
-        self.plane.begin(self._host, len(factories), self.timeout_s)
         self._admitter.launch_first(len(factories))
         joined: dict[int, Node] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -446,7 +438,6 @@ class NetworkBackend(RemoteBackend[Node]):
             if node is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
-        self.plane.enter(self._look)
         if self._replaces:
             self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
         else:
@@ -606,8 +597,7 @@ class NetworkBackend(RemoteBackend[Node]):
             raise self._died(peer, peer.leaving) from None
         except (EOFError, OSError) as err:
             if not peer.in_flight():  # else what it had sent comes first; this is told again
-                why = peer.problem or f"closed its connection ({err})"
-                raise self._died(peer, why) from None
+                raise self._died(peer, f"closed its connection ({err})") from None
 
     def _exit_reason(self, peer: Node, reason: str) -> str:
         silent = time.monotonic() - peer.heard >= self.timeout_s
@@ -636,7 +626,6 @@ class NetworkBackend(RemoteBackend[Node]):
         mine = self._owner == os.getpid()
         try:
             if mine:
-                self.plane.leave()
                 self._admitter.stop(min(timeout, _GRACE))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
@@ -653,8 +642,6 @@ class NetworkBackend(RemoteBackend[Node]):
         self._listener.close()
         self.launcher.stop(min(timeout, _GRACE))
         self._channels.poller.close()
-        if mine:
-            self.plane.close()
 
 
 def _keep_for_ever(held: object) -> None:

@@ -135,13 +135,6 @@ class NodeConnection:
             with contextlib.suppress(Exception):
                 self._channel.post(LEAVE + problem.encode())
 
-    def await_end(self) -> None:
-        self._thread.join(self._timeout_s)
-
-    def fail(self, reason: str) -> None:
-        """Hang up: this process ends, whatever the environment is doing."""
-        self._channel.hang_up()
-
     def _abort(self, why: str, details: str = "") -> None:
         """End this process, whatever the environment is doing: nobody waits for it any more."""
         with contextlib.suppress(Exception):  # there may be no stderr
@@ -322,8 +315,7 @@ def run_node(
             last = serve(boot, endpoint)
             endpoint.deliver()
             connection.finish()
-            with pair.parting():
-                endpoint.answer(last)
+            endpoint.answer(last)
     finally:  # this process may go on
         connection.finish()
         channel.hang_up()

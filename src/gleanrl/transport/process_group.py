@@ -8,17 +8,15 @@ does not ask who connects there: between hosts, a firewall has to keep strangers
 
 from __future__ import annotations
 
-import socket
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
+from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 
 KINDS = ("gloo", "nccl", "mpi", "ucc")
 _LEARNER, _NODE = 0, 1
@@ -56,15 +54,6 @@ def check_kind(kind: str) -> None:
         raise ConfigError("backend='ucc': this PyTorch was built without UCC; use backend='gloo'")
 
 
-def tcp_store(host: str, port: int, timeout_s: float, listener: socket.socket | None = None) -> Any:
-    """Return this process's end of a store; it keeps the store itself if given a ``listener``."""
-    kept: dict[str, Any] = {}
-    if listener is not None:
-        kept = {"is_master": True, "master_listen_fd": listener.detach()}
-    timeout, c10d = timedelta(seconds=timeout_s), cast("Any", dist)  # not in the stubs
-    return c10d.TCPStore(host, port, timeout=timeout, wait_for_workers=False, **kept)
-
-
 class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in the stubs
     """What the two sides of a group tell each other while it is made, over their connection."""
 
@@ -85,20 +74,21 @@ class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in
             self.get(key)
 
 
-class ProcessGroups(DataPlane):
-    """One process group for every node."""
+class ProcessGroups:
+    """The `DataPlane` of one process group for every node."""
 
-    def __init__(self, kind: str = "gloo") -> None:
-        """Make none yet; ``kind`` is ``"gloo"``, ``"nccl"`` or ``"ucc"``.
+    def __init__(self, kind: str = "gloo", timeout_s: float = 60.0) -> None:
+        """Make none yet.
+
+        Args:
+            kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
+            timeout_s: Seconds that the learner waits for one transfer.
 
         Raises:
             ConfigError: see `check_kind`.
         """
         check_kind(kind)
-        self._kind = kind
-
-    def begin(self, host: str, nodes: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._kind, self._timeout_s = kind, timeout_s
 
     def connect(self, node: int) -> Connect:
         return partial(ProcessGroupPair, kind=self._kind, rank=_NODE, timeout_s=_FOR_EVER)
@@ -126,10 +116,6 @@ class ProcessGroupPair:
             return _Work(self._group.recv([tensor], self._peer, tag), tensor, None)
         there = torch.empty_like(tensor, device=self._device)
         return _Work(self._group.recv([there], self._peer, tag), there, tensor)
-
-    def parting(self) -> AbstractContextManager[None]:
-        """Do nothing: the process group ends with this process."""
-        return nullcontext()
 
 
 class _Work:

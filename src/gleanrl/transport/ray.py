@@ -22,7 +22,7 @@ from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import warn
 from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
-from gleanrl.transport.data_plane import Connect, Connection, DataPlane, Pair, Transfer
+from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 from gleanrl.transport.joining import Invitation
 from gleanrl.transport.ray_actor import GROUPS, ActorPair, RayNode
 
@@ -212,7 +212,7 @@ def writable_memory() -> list[range]:
     return found
 
 
-class RayActors(DataPlane):
+class RayActors:
     """A launcher whose nodes are actors, and the `DataPlane` between them and the learner."""
 
     def __init__(

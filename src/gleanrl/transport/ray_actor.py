@@ -11,7 +11,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +130,3 @@ class ActorPair:
     def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
         self._received += 1
         return _Given(self._received - 1, tensor)
-
-    def parting(self) -> AbstractContextManager[None]:
-        """Do nothing: the learner ends the actor."""
-        return nullcontext()

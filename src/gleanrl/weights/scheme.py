@@ -124,10 +124,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """Send weights to nodes as one flat tensor, by torch.distributed.rpc.
-
-    The default of RPC collectors. A node acts with them from its next rollout on.
-    """
+    """Send weights to the nodes of an `RPCCollector`, as a `DistributedWeightSyncScheme` does."""
 
 
 class RayWeightSyncScheme(WeightSyncScheme):

@@ -1,4 +1,4 @@
-"""Settings of Slurm jobs and RPC under TorchRL's names: pass them, or changed copies."""
+"""Settings under TorchRL's names: pass them, or changed copies."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ DEFAULT_TENSORPIPE_OPTIONS: dict[str, Any] = {
     "rpc_timeout": 10_000,
     "_transports": ["uv"],
 }
-"""For ``tensorpipe_options=``."""
+"""Without effect: an `RPCCollector` does not use RPC."""
 
 __all__ = [
     "DEFAULT_SLURM_CONF",

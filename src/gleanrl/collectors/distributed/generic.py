@@ -13,7 +13,6 @@ from gleanrl.collectors.arguments import (
     DistributedArguments,
     DistributedSyncArguments,
     RayArguments,
-    RPCArguments,
     defaults,
     shows,
     typed,
@@ -31,8 +30,7 @@ from gleanrl.collectors.weights import WeightSchedule
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
-from gleanrl.transport.data_plane import DataPlane
-from gleanrl.transport.launchers import Launcher, check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.process_group import ProcessGroups, check_kind
 
@@ -63,8 +61,6 @@ class DistributedCollector(CollectorWithWorkers):
     """
 
     ARGUMENTS: ClassVar[Any] = DistributedArguments
-    _can_replace = True
-    """Whether nodes can be let in later on."""
     _sync = False
     """Whether batches are synchronous whatever ``sync`` says."""
 
@@ -98,13 +94,12 @@ class DistributedCollector(CollectorWithWorkers):
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         functions = env_functions(create_env_fn, None, default=1)
-        plan = plan_nodes(
-            type(self).__name__, create_env_fn, policy, arguments, functions, self._can_replace
-        )
+        plan = plan_nodes(create_env_fn, policy, arguments, functions)
         check_kind(arguments["backend"])
-        if seconds("heartbeat", arguments["heartbeat"]) < _SHORTEST_BEAT_S:
+        heartbeat = seconds("heartbeat", arguments["heartbeat"])
+        if heartbeat < _SHORTEST_BEAT_S:
             raise ConfigError(
-                f"heartbeat ({arguments['heartbeat']}) must be at least {_SHORTEST_BEAT_S} seconds"
+                f"heartbeat ({heartbeat}) must be at least {_SHORTEST_BEAT_S} seconds"
             )
         launcher = make_launcher(arguments["launcher"], arguments["slurm_kwargs"])
         ports = ports_to_try(arguments["tcp_port"])
@@ -114,19 +109,15 @@ class DistributedCollector(CollectorWithWorkers):
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
-                self._data_plane(launcher),
+                ProcessGroups(arguments["backend"], heartbeat),
                 replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
-                timeout_s=arguments["heartbeat"],
+                timeout_s=heartbeat,
                 start_timeout=arguments["start_timeout"],
             ),
         )
-
-    def _data_plane(self, launcher: Launcher) -> DataPlane:
-        """Return the object that carries data."""
-        return ProcessGroups(self._arguments["backend"])
 
 
 class DistributedSyncCollector(DistributedCollector):
@@ -189,26 +180,19 @@ KINDS: Mapping[str, Any] = {
 _OF_THE_LEARNER = frozenset(
     {"frames_per_batch", "total_frames", "init_random_frames", "replay_buffer", "sync", "backend"}
 )
-_USUAL = {**defaults(RPCArguments), **defaults(RayArguments)}
+_USUAL = {**defaults(DistributedArguments), **defaults(RayArguments)}
 
 
 def plan_nodes(
-    owner: str,
-    create_env_fn: Any,
-    policy: Any,
-    arguments: Arguments,
-    functions: Sequence[Any],
-    replaces: bool = False,
+    create_env_fn: Any, policy: Any, arguments: Arguments, functions: Sequence[Any]
 ) -> WorkerPlan:
     """Return the plan of the workers of a collector over nodes.
 
     Args:
-        owner: The name of the collector's class, for errors.
         create_env_fn: As it was given.
         policy: The learner's policy.
         arguments: All arguments.
         functions: What each node collects from.
-        replaces: Whether lost nodes can be replaced.
     """
     count = len(functions)
     kind = _read_class(arguments["collector_class"])
@@ -224,7 +208,7 @@ def plan_nodes(
     dealt = deal("collector_kwargs", arguments["collector_kwargs"], count)
     kwargs = [_read_kwargs(kind, one, arguments) for one in dealt]
     sync, update_after = arguments["sync"], arguments["update_after_each_batch"]
-    _check_failure(owner, arguments, replaces)
+    _check_failure(arguments)
     interval = arguments["max_weight_update_interval"]
     interval = None if interval == -1 else interval
     if interval is not None:
@@ -252,7 +236,7 @@ def plan_nodes(
     )
 
 
-def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
+def _check_failure(arguments: Arguments) -> None:
     """Check the settings for a lost node."""
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what not in ("raise", "continue", "relaunch"):
@@ -260,11 +244,6 @@ def _check_failure(owner: str, arguments: Arguments, replaces: bool) -> None:
     if what != "raise" and arguments["sync"]:
         raise ConfigError(
             f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
-        )
-    if what == "relaunch" and not replaces:
-        raise ConfigError(
-            f"on_failure='relaunch' is for DistributedCollector and RayCollector: {owner} cannot "
-            "let single nodes in later; use 'continue'"
         )
     if what != "raise" and quota is not None:
         raise ConfigError(

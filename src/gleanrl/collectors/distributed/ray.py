@@ -76,8 +76,7 @@ class RayCollector(CollectorWithWorkers):
         arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
-        owner = type(self).__name__
-        plan = plan_nodes(owner, functions, policy, arguments, functions, replaces=True)
+        plan = plan_nodes(functions, policy, arguments, functions)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from gleanrl.transport.joining import SECRET, Invitation, secret_from
 from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.launchers.submitit import private_folder
 from gleanrl.transport.node import run_node
-from gleanrl.transport.process_group import tcp_store
 
 _FOLDER = "~/.cache/gleanrl"
 
@@ -142,9 +142,15 @@ class _Job:
 
     def store(self, timeout_s: float) -> Any:
         """Connect to the store, as rank 0 also keep it if nobody else does."""
-        here = not self.kept and self.rank == 0
-        listener = socket.create_server((self.host, self.port)) if here else None
-        return tcp_store(self.host, self.port, timeout_s, listener)
+        keeping: dict[str, Any] = {}
+        if not self.kept and self.rank == 0:
+            listener = socket.create_server((self.host, self.port))
+            keeping = {"is_master": True, "master_listen_fd": listener.detach()}
+        c10d: Any = distributed  # the stubs leave it out
+        timeout = timedelta(seconds=timeout_s)
+        return c10d.TCPStore(
+            self.host, self.port, timeout=timeout, wait_for_workers=False, **keeping
+        )
 
 
 class TorchrunLauncher:
