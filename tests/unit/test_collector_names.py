@@ -171,8 +171,8 @@ def test_retired_updaters_of_nodes_send_weights():
     weights = TensorDict.from_module(policy()).data
     for updater in (
         collectors.RayWeightUpdater(weights, [], 1),
-        distributed.DistributedWeightUpdater({}, weights, 1, True),
-        distributed.RPCWeightUpdater([], None, [], weights, 1),
+        distributed.DistributedWeightUpdater(store={}, policy_weights=weights, sync=True),
+        distributed.RPCWeightUpdater(collector_infos=[], policy_weights=weights),
     ):
         with pytest.warns(DeprecationWarning, match="weight_updater"):
             made = Collector("Pendulum-v1", module, frames_per_batch=8, weight_updater=updater)

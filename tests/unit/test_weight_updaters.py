@@ -193,11 +193,7 @@ def test_an_updater_that_goes_its_own_way_moves_the_version_too(make):
         assert collector.policy_version == 1
 
 
-@pytest.mark.parametrize(
-    "updater",
-    [Default, MultiProcessedWeightUpdater, VanillaWeightUpdater],
-    ids=lambda u: u.__name__,
-)
+@pytest.mark.parametrize("updater", [Default, VanillaWeightUpdater])
 def test_without_overrides_the_learners_weights_or_the_given_ones_are_published(make, updater):
     policy = Constant(0.5)
     with make(policy, weight_updater=updater) as collector:
@@ -213,42 +209,30 @@ def test_without_overrides_the_learners_weights_or_the_given_ones_are_published(
         assert acts(collector) == 1
 
 
-def test_a_vanilla_updater_writes_into_its_policys_weights(make):
+def test_an_updater_sends_what_its_getter_returns_else_its_weights(make):
     policy = Constant()
     updater = VanillaWeightUpdater.from_policy(policy)
-    with make(policy, weight_updater=updater) as collector:
-        collector.update_policy_weights_(weights(1))
-        assert (policy.value.item(), acts(collector)) == (1, 1)
+    with make(Constant(), weight_updater=updater) as collector:
         with torch.no_grad():
             policy.value.fill_(2)
         collector.update_policy_weights_()
         assert acts(collector) == 2
         updater.weight_getter = lambda: weights(1.5)
         collector.update_policy_weights_()
-        assert (policy.value.item(), acts(collector)) == (1.5, 1.5)
-
-
-def test_copies_per_device_are_updated_and_published(make_multi):
-    copies = {torch.device("cpu"): weights(0)}
-    updater = MultiProcessedWeightUpdater(
-        get_server_weights=lambda: weights(1), policy_weights=copies
-    )
-    with make_multi(Constant(), weight_updater=updater) as collector:
-        assert updater.all_worker_ids() == [torch.device("cpu")]
-        collector.update_policy_weights_()
-        assert acts(collector) == 1
-        assert copies[torch.device("cpu")]["value"].item() == 1
-        assert collector.stats()["policy_version"] == 1
-
-
-def test_a_remote_module_updater_sends_what_it_is_given_only(make_multi):
-    updater = RemoteModuleWeightUpdater()
-    with make_multi(policy_factory=Constant, weight_updater=updater) as collector:
-        with pytest.raises(RuntimeError, match="call update_policy_weights_\\(weights\\)"):
-            collector.update_policy_weights_()
-        assert collector.stats()["policy_version"] == 0
+        assert acts(collector) == 1.5
         collector.update_policy_weights_(weights(1))
-        assert acts(collector) == 1
+        assert (policy.value.item(), acts(collector)) == (2, 1)
+        assert collector.stats()["policy_version"] == 3
+
+
+def test_torchrls_other_updaters_are_the_same_class():
+    copies = {torch.device("cpu"): weights(0)}
+    options = {"get_server_weights": lambda: weights(1), "policy_weights": copies}
+    for kind in (MultiProcessedWeightUpdater, RemoteModuleWeightUpdater):
+        with in_process(Constant(), weight_updater=kind(**options)) as collector:
+            collector.update_policy_weights_()
+            assert acts(collector) == 1
+        assert isinstance(kind(), VanillaWeightUpdater)
 
 
 def test_nothing_to_take_weights_from_is_a_type_error(make):
@@ -331,7 +315,7 @@ def test_defining_an_updater_warns_and_ours_do_not():
         type("Mine", (WeightUpdaterBase,), {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        VanillaWeightUpdater(policy_weights=weights(0))
+        VanillaWeightUpdater(weights(0))
 
 
 @pytest.mark.parametrize("given", [3, "updater", Constant, lambda: 3])

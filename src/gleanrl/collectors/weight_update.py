@@ -1,14 +1,11 @@
-"""Weight updaters, which weight sync schemes replace, under TorchRL's path.
-
-A weight updater decides what ``update_policy_weights_`` of its collectors does; the collectors
-publish weights in their own way all the same.
-"""
+"""Weight updaters, which weight sync schemes replace, under TorchRL's path."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -23,15 +20,14 @@ Hook = Callable[[], None]
 class WeightUpdaterBase:
     """Decides, step by step, how ``update_policy_weights_`` of its collectors sends weights.
 
-    A retired extension point; weight sync schemes replace it. `push_weights` asks
-    ``_get_server_weights`` for weights unless it was given some, passes them through
-    ``_maybe_map_weights`` and calls ``_sync_weights_with_worker`` once for all workers, or once per
-    worker id. Each of these may be overridden. As they stand, they take the weights of the
-    learner's policy and have the collectors publish them as they would without an updater.
+    A retired extension point; weight sync schemes replace it. `push_weights` takes its argument or
+    the result of ``_get_server_weights``, passes it through ``_maybe_map_weights`` and calls
+    ``_sync_weights_with_worker`` once for all workers, or once per worker id. Each of these may be
+    overridden. By default they take the weights of the learner's policy, and the collectors publish
+    these as they do without an updater.
     """
 
     _collectors: tuple[weakref.ref[Any], ...] = ()
-    _hooks: list[Hook] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Warn that new code should use schemes instead of updaters."""
@@ -84,12 +80,10 @@ class WeightUpdaterBase:
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def post_hooks(self) -> list[Hook]:
         """The functions called after each push."""
-        if self._hooks is None:
-            self._hooks = []
-        return self._hooks
+        return []
 
     def register_post_hook(self, hook: Hook) -> None:
         """Call ``hook`` after each push."""
@@ -116,10 +110,10 @@ class WeightUpdaterBase:
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
         chosen: Sequence[Any] | None
-        if isinstance(worker_ids, int | torch.device | str):
-            chosen = [worker_ids]
+        if worker_ids is None:
+            chosen = self.all_worker_ids()
         else:
-            chosen = self.all_worker_ids() if worker_ids is None else worker_ids
+            chosen = [worker_ids] if isinstance(worker_ids, WorkerId) else worker_ids
         if chosen is None:
             self._sync_weights_with_worker(server_weights=weights)
         else:
@@ -162,132 +156,47 @@ class WeightUpdaterBase:
             collector.deliver_weights(server_weights, worker_id)
 
 
-class _KeepingUpdater(WeightUpdaterBase):
-    """Sends its kept weights if the caller passes none."""
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Sends the weights of a getter, kept weights, or those of the learner's policy.
 
-    policy_weights: TensorDictBase | None = None
-    weight_getter: Callable[[], Any] | None = None
+    TorchRL has a class for each kind of worker. The collectors send the weights here, so this class
+    serves all of them, and the other names are its aliases.
+    """
+
+    def __init__(
+        self,
+        policy_weights: Any = None,
+        *_: Any,
+        weight_getter: Callable[[], Any] | None = None,
+        get_server_weights: Callable[[], Any] | None = None,
+        **__: Any,
+    ) -> None:
+        """Remember the source of the weights that are sent when the caller passes none.
+
+        Args:
+            policy_weights: A `TensorDict` of weights. Anything else has no effect.
+            *_: TorchRL's further arguments have no effect.
+            weight_getter: Returns the weights; takes precedence over ``policy_weights``.
+            get_server_weights: Another name of ``weight_getter``.
+            **__: TorchRL's further arguments have no effect.
+        """
+        self.weight_getter = weight_getter or get_server_weights
+        self.policy_weights = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> VanillaWeightUpdater:
+        """Return an updater that sends the weights of ``policy``."""
+        return cls(TensorDict.from_module(policy).lock_())
 
     def _get_server_weights(self) -> Any:
         if self.weight_getter is not None:
             return self.weight_getter()
         kept = self.policy_weights
-        return super()._get_server_weights() if kept is None else kept.data
+        return kept.data if isinstance(kept, TensorDictBase) else super()._get_server_weights()
 
 
-class VanillaWeightUpdater(_KeepingUpdater):
-    """Copies weights into ``policy_weights``, and has the collectors publish the result."""
-
-    def __init__(
-        self,
-        *,
-        weight_getter: Callable[[], Any] | None = None,
-        policy_weights: TensorDictBase | None = None,
-    ) -> None:
-        """Remember the source and the destination of weights.
-
-        Args:
-            weight_getter: Returns the weights when none are given.
-            policy_weights: The weights of the policy, as `TensorDict.from_module` makes them;
-                updated in place.
-        """
-        self.weight_getter, self.policy_weights = weight_getter, policy_weights
-
-    @classmethod
-    def from_policy(cls, policy: nn.Module) -> VanillaWeightUpdater:
-        """Return an updater that writes into the weights of ``policy``."""
-        return cls(policy_weights=TensorDict.from_module(policy).lock_())
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        weights = _written(self.policy_weights, server_weights)
-        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
-
-
-class MultiProcessedWeightUpdater(_KeepingUpdater):
-    """Keeps one copy of the weights per device, and has the collectors publish it there."""
-
-    def __init__(
-        self,
-        *,
-        get_server_weights: Callable[[], Any] | None = None,
-        policy_weights: Mapping[Any, TensorDictBase] | None = None,
-    ) -> None:
-        """Remember the source of weights and the devices to send them to.
-
-        Args:
-            get_server_weights: Returns the weights when none are given.
-            policy_weights: Per device (``None``: wherever policies are) its weights, updated in
-                place. Without it all workers get what is given.
-        """
-        self.weight_getter = get_server_weights
-        self._copies = dict(policy_weights or {})
-
-    def all_worker_ids(self) -> list[Any] | None:
-        """Return the devices."""
-        return list(self._copies) or None
-
-    def _get_server_weights(self) -> Any:
-        weights = super()._get_server_weights()
-        return weights.data if isinstance(weights, TensorDictBase) else weights
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        weights = _written(self._copies.get(worker_id), server_weights)
-        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=weights)
-
-
-class RemoteModuleWeightUpdater(WeightUpdaterBase):
-    """Sends only weights that are passed explicitly.
-
-    For policies that workers made themselves and the learner has no copy of.
-    """
-
-    def _get_server_weights(self) -> Any:
-        raise RuntimeError(
-            "RemoteModuleWeightUpdater has no weights of its own to send; call "
-            "update_policy_weights_(weights)"
-        )
-
-
-class DistributedWeightUpdater(_KeepingUpdater):
-    """Requests updates of the nodes of a `DistributedCollector`, which sends the weights."""
-
-    def __init__(
-        self,
-        store: Any = None,
-        policy_weights: TensorDictBase | None = None,
-        num_workers: int | None = None,
-        sync: bool = True,
-    ) -> None:
-        """Remember the weights that are sent when none are given."""
-        self.policy_weights = policy_weights
-
-
-class RPCWeightUpdater(_KeepingUpdater):
-    """Requests updates of the nodes of an `RPCCollector`, which sends the weights."""
-
-    def __init__(
-        self,
-        collector_infos: Any = None,
-        collector_class: Any = None,
-        collector_rrefs: Any = None,
-        policy_weights: TensorDictBase | None = None,
-        num_workers: int | None = None,
-    ) -> None:
-        """Remember the weights that are sent when none are given."""
-        self.policy_weights = policy_weights
-
-
-class RayWeightUpdater(_KeepingUpdater):
-    """Requests updates of the actors of a `RayCollector`, which sends the weights."""
-
-    def __init__(
-        self,
-        policy_weights: TensorDictBase | None = None,
-        remote_collectors: Any = None,
-        max_interval: int = 0,
-    ) -> None:
-        """Remember the weights that are sent when none are given."""
-        self.policy_weights = policy_weights
+MultiProcessedWeightUpdater = RemoteModuleWeightUpdater = VanillaWeightUpdater
+DistributedWeightUpdater = RPCWeightUpdater = RayWeightUpdater = VanillaWeightUpdater
 
 
 def read_updater(given: Any) -> WeightUpdaterBase | None:
@@ -307,18 +216,6 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
     raise TypeError(
         f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called"
     )
-
-
-def _written(own: TensorDictBase | None, weights: Any) -> Any:
-    """Write ``weights`` into ``own`` unless that is ``None``; return the complete weights."""
-    if own is None:
-        return weights
-    plain = own.data
-    if not isinstance(weights, TensorDictBase):
-        weights = TensorDict(dict(weights)).unflatten_keys(".")
-    if weights is not plain:
-        plain.update_(weights)
-    return plain
 
 
 __all__ = [
