@@ -94,6 +94,7 @@ def test_weights_come_as_module_tensordict_or_state_dict_or_from_the_policy_itse
         assert evaluator.evaluate(other).mean == 8.0
         assert evaluator.evaluate(Evaluator.extract_weights(other)).mean == 8.0
         assert evaluator.evaluate(other.state_dict(), version=7).version == 7
+        assert evaluator.evaluate(other).version == 8
         assert evaluator.evaluate(weights_dict={"policy": other}).mean == 8.0
         with pytest.raises(WeightsError, match="weights do not fit Wage"):
             evaluator.trigger_eval(nn.Linear(1, 1))

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -29,8 +29,8 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
+from gleanrl.collectors.weight_schedule import NothingSent, Sending, Update
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
-from gleanrl.collectors.weights import NothingSent, Sending
 from gleanrl.core import messages as m
 from gleanrl.core.errors import (
     ArgumentTypeError,
@@ -47,8 +47,8 @@ from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
-from gleanrl.engine.models import Models, WeightSync
 from gleanrl.engine.replacing import Replacements
+from gleanrl.engine.weight_sync import Models, WeightSync
 from gleanrl.memory.trees import groups_of
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
@@ -128,10 +128,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _moved = False
     """Whether environments were stepped or reset since they were seeded."""
     _updater: WeightUpdaterBase | None = None
-    _delivered: bool | None = None
-    """Whether the running updater has published weights."""
-    _under_way: int | None = None
-    """The version of an update in several pieces, or of a parent's update, during that update."""
+    _update: Update | None = None
+    """The update in several pieces that is under way."""
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
@@ -534,40 +532,39 @@ class BaseCollector(Handle, IterableDataset[Any]):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Send weights by ``updater``; all pieces that it sends are one version."""
-        if self._delivered is not None:  # the updater itself asks for it
+        outer = self._update
+        if outer is not None and outer.by_updater:  # the updater itself calls this
             self.deliver_weights(weights, worker_ids)
             return
         self._models.chosen(worker_ids)  # refuses those that do not exist
-        number = self._models.number + 1 if self._under_way is None else self._under_way
-        self._delivered = False
-        try:
-            with self._under(number):
+        number = self._models.number + 1 if outer is None else outer.version
+        with self._updating(number, by_updater=True) as update:
+            try:
                 updater(policy_or_weights=weights, worker_ids=worker_ids, **kwargs)
-                if not self._delivered:  # it went another way: only the version is ours to tell
+                if not update.published:  # it went another way: only the version is ours to tell
                     self._publish({}, worker_ids)
-                    self._delivered = True
-        finally:
-            if self._delivered:
-                self._models.continue_from(number)
-            self._delivered = None
+            finally:
+                if update.published:
+                    self._models.continue_from(number)
 
     @contextmanager
-    def _under(self, version: int | None) -> Iterator[None]:
-        """Publish under ``version`` during a ``with`` block."""
-        before, self._under_way = self._under_way, version
+    def _updating(self, version: int, by_updater: bool = False) -> Iterator[Update]:
+        """Publish everything under ``version`` during a ``with`` block."""
+        outer, self._update = self._update, Update(version, by_updater)
         try:
-            yield
+            yield self._update
         finally:
-            self._under_way = before
+            self._update = outer
 
-    def _publish(
-        self, models: Mapping[str, Any], worker_ids: Any, version: int | None = None
-    ) -> None:
-        """Publish weights by model id, under ``version``, else the current or the next version."""
+    def _publish(self, models: Mapping[str, Any], worker_ids: Any) -> None:
+        """Publish weights by model id, under the version of the update or the next version."""
         self._touched = True
         with self._engine.turn(None):
-            version = self._under_way if version is None else version
+            update = self._update
+            version = None if update is None else update.version
             workers = self._models.update(models, version, worker_ids)
+            if update is not None:
+                update.published = True
         if self._sending is not None:
             self._sending.sent(workers)
 
@@ -582,8 +579,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
             WeightsError: weights that do not fit; nothing was changed.
         """
         self._publish({"policy": weights}, worker_ids)
-        if self._delivered is not None:
-            self._delivered = True
 
     @property
     def weight_updater(self) -> Any:
@@ -664,7 +659,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._check_receiver(name)
         known = self._receivers
         wanted = {name: w for name, w in models.items() if not known or known[name].applies}
-        with self._engine.turn(None), self._under(version):
+        with (
+            self._engine.turn(None),
+            nullcontext() if version is None else self._updating(version),
+        ):
             if self._updater is not None and set(wanted) == {"policy"}:
                 self.update_policy_weights_(wanted["policy"])
             elif wanted:

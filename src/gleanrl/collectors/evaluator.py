@@ -264,7 +264,7 @@ class _Line:
         """Return the summary and the version that played; other threads may shut down meanwhile."""
         collector = self.collector
         if request.weights or request.version is not None:
-            collector._publish(request.weights, None, request.version)
+            collector.receive_models(request.weights, request.version)
         if request.seed is not None:  # after the weights: it resets, and transforms may have some
             collector.set_seed(request.seed)
         while True:
@@ -503,7 +503,7 @@ class Evaluator:
                 that the worker has.
             step: Label of the result; by default requests are counted.
             weights_dict: Weights by model id, such as ``"env.transform[0]"``.
-            version: Version of the weights; by default updates are counted.
+            version: Version of the weights; by default the one after the newest.
             seed: Of this evaluation alone.
 
         Raises:

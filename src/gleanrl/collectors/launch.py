@@ -20,8 +20,8 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.nested import OF_A_WORKER, nested_factory
+from gleanrl.collectors.weight_schedule import Sending
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
-from gleanrl.collectors.weights import Sending
 from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (

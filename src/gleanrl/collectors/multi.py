@@ -11,7 +11,7 @@ from gleanrl.collectors.arguments import MultiArguments, shows, typed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
 from gleanrl.collectors.selectors import like, unknown_backend
-from gleanrl.collectors.weights import EachBatch
+from gleanrl.collectors.weight_schedule import EachBatch
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int

@@ -14,8 +14,8 @@ from gleanrl.collectors.states import states_of
 from gleanrl.core import messages as m
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, for_users
-from gleanrl.engine.models import WeightSync
 from gleanrl.engine.replacing import Replacements
+from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.network import NetworkBackend
 
 

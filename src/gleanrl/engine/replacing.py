@@ -10,7 +10,7 @@ from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import AsyncGather
-from gleanrl.engine.models import WeightSync
+from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.network import NetworkBackend
 
 _SEEDS = 1 << 31

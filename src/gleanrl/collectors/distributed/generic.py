@@ -25,8 +25,8 @@ from gleanrl.collectors.distributed.default_configs import (
 )
 from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_workers
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from gleanrl.collectors.weight_schedule import WeightSchedule
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
-from gleanrl.collectors.weights import WeightSchedule
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds

@@ -67,6 +67,16 @@ class WeightSchedule:
             self._due.discard(worker)
 
 
+@dataclass(slots=True)
+class Update:
+    """An update in several pieces, by a weight updater or a parent: all of them are one version."""
+
+    version: int
+    by_updater: bool
+    published: bool = False
+    """Whether anything was published."""
+
+
 class NothingSent:
     """Warns if the learner trains while the workers keep their first weights.
 
