@@ -210,17 +210,34 @@ def test_jobs_that_have_not_started_are_cancelled(slurm, tmp_path, monkeypatch):
 # -- submitit_delayed ------------------------------------------------------------------------------
 
 
-def test_delayed_nodes_serve_one_collector_after_another(tmp_path):
+def test_delayed_nodes_serve_one_collector(tmp_path):
     conf = {**HERE, "folder": tmp_path}
 
-    @submitit_delayed_launcher(2, submitit_main_conf=conf, submitit_collection_conf=conf)
+    @submitit_delayed_launcher(3, submitit_main_conf=conf, submitit_collection_conf=conf)
     def main():
-        return [collect("submitit_delayed"), collect("submitit_delayed", 1)]
+        with pytest.raises(ConfigError, match=r"4 entries, .* has submitted 3 nodes; num_jobs="):
+            collect("submitit_delayed", 4)
+        shapes = collect("submitit_delayed", 2)
+        with pytest.raises(ConfigError, match="is for one collector of a main job"):
+            collect("submitit_delayed", 1)
+        return shapes
 
-    assert main() == [[(2, 8), (2, 8)], [(1, 16), (1, 16)]]
+    assert main() == [(2, 8), (2, 8)]
     assert not running(tmp_path)
     assert {stat.S_IMODE(run.stat().st_mode) for run in tmp_path.iterdir()} == {0o700}
-    assert not list(tmp_path.glob("*/learner.json"))
+    assert not list(tmp_path.glob("*/*invitations*"))
+
+
+def test_nodes_of_a_main_job_without_collector_end_with_it(tmp_path):
+    conf = {**HERE, "folder": tmp_path}
+
+    @submitit_delayed_launcher(1, submitit_main_conf=conf, submitit_collection_conf=conf)
+    def main():
+        return "nothing to collect"
+
+    assert main() == "nothing to collect"
+    assert not running(tmp_path)
+    assert len(list(tmp_path.glob("*/*_result.pkl"))) == 2  # the node was not cancelled
 
 
 def test_a_main_job_that_fails_is_named_and_its_nodes_end(tmp_path):

@@ -22,7 +22,11 @@ from gleanrl.transport.joining import HandshakeError, Invitation, join, new_secr
 from gleanrl.transport.launchers import make_launcher
 from gleanrl.transport.launchers.external import ManualLauncher, serve_as_rank
 from gleanrl.transport.launchers.local import outward
-from gleanrl.transport.launchers.submitit import Rendezvous, RendezvousKeeper, SubmititLauncher
+from gleanrl.transport.launchers.submitit import (
+    SubmititLauncher,
+    await_invitation,
+    write_invitations,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:port .* is taken")]
 
@@ -54,28 +58,29 @@ def test_a_node_that_fails_before_it_joins_is_named_with_its_reason(tmp_path):
     assert launcher.exit_reason(0, 0.0) is None
     fate = launcher.exit_reason(0, 60.0)
     launcher.stop(SOON)
-    assert re.search(r"\(local job \d+, log .*\) failed: ConnectionRefusedError", fate)
+    assert re.search(
+        r"\(local job \d+, log .*\) failed: .*no learner answers at 127.0.0.1.*refused", fate
+    )
 
 
-def test_a_delayed_node_waits_for_the_learner_no_longer_than_the_main_job_lives(tmp_path):
-    meeting = Rendezvous(tmp_path)
-    with pytest.raises(CollectorTimeout, match="main job did not start within"):
-        meeting.next_learner(0, 0.0)
-    keeper = RendezvousKeeper(tmp_path)
-    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
-    assert stat.S_IMODE((tmp_path / "learner.json").stat().st_mode) == 0o600
-    assert meeting.next_learner(0, 0.0).port == 10003
-    keeper.dismiss()
-    assert "a secret" not in (tmp_path / "learner.json").read_text()
-    keeper.close()
-    assert meeting.next_learner(1, 0.0) is None
+def test_delayed_nodes_read_their_invitations_once_the_learner_has_written_them(tmp_path):
+    with pytest.raises(CollectorTimeout, match="node 1 found no learner in .* within 0 s"):
+        await_invitation(tmp_path, 1, 0.0)
+    invitations = [Invitation("10.0.0.5", 10003, n, b"a secret of sixteen bytes") for n in (0, 1)]
+    write_invitations(tmp_path, invitations)
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert await_invitation(tmp_path, 1, 0.0) == invitations[1]
+    assert await_invitation(tmp_path, 2, 0.0) is None
+    write_invitations(tmp_path, ())
+    assert "a secret" not in file.read_text()
+    assert await_invitation(tmp_path, 0, 0.0) is None
 
 
 def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monkeypatch):
-    keeper, read, write = RendezvousKeeper(tmp_path), Path.read_text, Path.replace
-    keeper.call([Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
-    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    answers = iter([stale, "", '{"beat": 1', stale])
+    write_invitations(tmp_path, [Invitation("10.0.0.5", 10003, 0, b"a secret of sixteen bytes")])
+    stale, read = OSError(errno.ESTALE, os.strerror(errno.ESTALE)), Path.read_text
+    answers = iter([stale, "", '[{"host": "10.0'])
 
     def read_late(path, *args):
         answer = next(answers, None)
@@ -84,17 +89,8 @@ def test_a_file_that_cannot_be_read_for_the_moment_is_waited_for(tmp_path, monke
         return read(path, *args) if answer is None else answer
 
     monkeypatch.setattr(Path, "read_text", read_late)
-    assert Rendezvous(tmp_path).next_learner(0, 2 * SOON).port == 10003
+    assert await_invitation(tmp_path, 0, SOON).port == 10003
     assert next(answers, None) is None
-
-    def replace_late(*args):
-        monkeypatch.setattr(Path, "replace", write)
-        raise stale
-
-    monkeypatch.setattr(Path, "replace", replace_late)
-    keeper.dismiss()  # written with the next sign of life
-    keeper.close()
-    assert Rendezvous(tmp_path).next_learner(1, 0.0) is None
 
 
 def test_a_rank_that_fails_leaves_its_reason(as_rank):
@@ -104,11 +100,11 @@ def test_a_rank_that_fails_leaves_its_reason(as_rank):
         notice = {**place, "secret": "a secret of sixteen bytes"}
         store.set("gleanrl/0/learner", json.dumps(notice))
         stranger.close()
-        with pytest.raises(OSError, match="refused"):
+        with pytest.raises(CollectorTimeout, match="no learner answers at .*refused"):
             serve_as_rank(0.2)
     as_rank(0, 2)
     launcher = make_launcher("torchrun", None)
-    assert "(rank 1) failed: ConnectionRefusedError" in launcher.exit_reason(0, 0.0)
+    assert "(rank 1) failed: CollectorTimeout: no learner answers" in launcher.exit_reason(0, 0.0)
     assert launcher.exit_reason(1, 0.0) is None
 
 

@@ -7,7 +7,7 @@ import signal
 import socket
 
 from gleanrl.cli.options import NodeOptions
-from gleanrl.core.errors import ConfigError, GleanError
+from gleanrl.core.errors import ConfigError
 from gleanrl.transport.joining import SECRET, Invitation, secret_from
 from gleanrl.transport.node import run_node
 
@@ -40,12 +40,7 @@ def run(options: NodeOptions) -> int:
     host, port = options.address
     invitation = Invitation(host, port, node, secret_from(text), options.wait_s)
     label = f"process {os.getpid()} on {socket.gethostname()}"
-    try:
-        run_node(invitation, (signal.SIGTERM, signal.SIGINT), label)
-    except OSError as err:
-        raise GleanError(
-            f"no learner answers at {host}:{port} within {options.wait_s} s: {err}"
-        ) from err
+    run_node(invitation, (signal.SIGTERM, signal.SIGINT), label)
     return 0
 
 

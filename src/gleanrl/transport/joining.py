@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from gleanrl.core.errors import ConfigError, GleanError, WorkerDied
+from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError, WorkerDied
 from gleanrl.core.options import warn
 
 if TYPE_CHECKING:
@@ -151,10 +151,16 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, f
 
     Raises:
         HandshakeError: who answers is not the learner.
-        OSError: nobody answers.
+        CollectorTimeout: nobody answers.
     """
     deadline = time.monotonic() + timeout
-    sock = _connect((invitation.host, invitation.port), deadline)
+    address = invitation.host, invitation.port
+    try:
+        sock = _connect(address, deadline)
+    except OSError as err:
+        raise CollectorTimeout(
+            f"no learner answers at {address[0]}:{address[1]} within {timeout:g} s: {err}"
+        ) from err
     try:
         return sock, *_introduce(sock, invitation, deadline)
     except BaseException:

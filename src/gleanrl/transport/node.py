@@ -287,7 +287,7 @@ def run_node(
 
     Raises:
         HandshakeError: who answers there is not the learner, or does not want this node.
-        OSError: nobody answers.
+        CollectorTimeout: nobody answers.
         SystemExit: one of ``signals`` came.
     """
     sock, keys, timeout_s = join(invitation, invitation.timeout_s)

@@ -1,16 +1,14 @@
 """Nodes as jobs of a scheduler, through submitit: submitted by the learner, or together with it.
 
 Some clusters let no job submit others. There the main job and those of nodes are submitted
-beforehand (`submitit_delayed_launcher`), and find each other in a folder. One file in it, replaced
-as a whole, says what the main job is at; only the main job writes it. Whoever has submitted the
-jobs keeps notes beside it of nodes that have ended. The folder is readable by the user alone,
-because the secret lies there.
+beforehand (`submitit_delayed_launcher`) and meet in a folder: the main job writes the invitations
+of its collector into one file, once, and each node reads its own. The folder is readable by the
+user alone, because the secret lies there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib
 import json
@@ -22,13 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
 
-from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError, WorkerDied
+from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
 from gleanrl.transport.joining import Invitation
@@ -38,7 +36,7 @@ from gleanrl.transport.process_group import KINDS
 
 FOLDER = "gleanrl_jobs"
 """Where logs are by default, under the working directory: on clusters all hosts see that one."""
-DEFAULT_SLURM_CONF: Mapping[str, Any] = {
+JOB_DEFAULTS: Mapping[str, Any] = {
     "name": "gleanrl",
     "timeout_min": 10,
     "slurm_signal_delay_s": 30,
@@ -69,7 +67,7 @@ class Jobs:
         """Read ``conf``; nothing is submitted yet.
 
         Args:
-            conf: Parameters of `submitit.AutoExecutor`, over `DEFAULT_SLURM_CONF`; besides
+            conf: Parameters of `submitit.AutoExecutor`, over `JOB_DEFAULTS`; besides
                 ``cluster`` (``"slurm"``, ``"local"``, by default what is there) and ``folder``.
             what: The argument that they come from, for messages.
             inline: Whether ``cluster="debug"`` can be meant.
@@ -79,7 +77,7 @@ class Jobs:
         """
         self._submitit = imported("submitit", "submitit", _SUBMITTING)
         self._what = what
-        self._conf = {**DEFAULT_SLURM_CONF, **(conf or {})}
+        self._conf = {**JOB_DEFAULTS, **(conf or {})}
         self._parent = Path(self._conf.pop("folder", None) or FOLDER).expanduser().absolute()
         given = self._conf.pop("cluster", None)
         self.cluster: str = given or self._submitit.AutoExecutor.which()
@@ -341,162 +339,57 @@ def end_soon() -> None:
     end.start()
 
 
-_BEAT = 5.0
-"""Seconds between two signs of life of the main job."""
-_SILENCE = 180.0
-"""Seconds without one after which it counts as dead: file systems on a network may show a file as
-it was a minute ago."""
-_PASSING = {errno.ENOENT, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN}
-"""Error numbers of files that may be there the next time somebody looks."""
+_INVITATIONS = "invitations.json"
 _LOOK, _LAZY_LOOK = 0.1, 1.0
+"""Seconds between two looks into the folder: at first, and after `_SOON`."""
 _SOON = 30.0
-"""Seconds of looking often."""
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerInfo:
-    """What the main job is at."""
-
-    beat: int = 0
-    serial: int = 0
-    """Learners so far."""
-    over: bool = False
-    """Whether there will be no further learner."""
-    host: str = ""
-    """Where the latest learner waits for nodes; empty if it does not."""
-    port: int = 0
-    secret: str = ""
-    nodes: int = 0
-    """How many it waits for."""
-    timeout_s: float = 0.0
-    """Seconds that it does."""
+def write_invitations(folder: Path, invitations: Sequence[Invitation]) -> None:
+    """Tell the waiting nodes where their learner is; nodes beyond ``invitations`` end."""
+    told = [{**asdict(each), "secret": each.secret.decode()} for each in invitations]
+    path = folder / f".{_INVITATIONS}"
+    with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as out:
+        json.dump(told, out)
+    path.replace(folder / _INVITATIONS)
 
 
-class Rendezvous:
-    """The folder, for everybody."""
+def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | None:
+    """Wait for the invitation of ``node``; return ``None`` if the learner needs no such node.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self) -> LearnerInfo | None:
-        """Return what the main job is at, ``None`` if that cannot be read now.
-
-        It has not started, or a file system on a network shows what is not there any more, or only
-        a part of what is: the next look will tell.
-        """
-        # On a network this also drops what this host remembers of the folder.
-        with contextlib.suppress(OSError):
-            os.listdir(self._folder)
-        try:
-            return LearnerInfo(**json.loads((self._folder / "learner.json").read_text()))
-        except ValueError:
-            return None
-        except OSError as err:
-            if err.errno not in _PASSING:
-                raise
-            return None
-
-    def note_end(self, node: int, reason: str) -> None:
-        """Keep that node ``node`` has ended, unless somebody has said so before."""
-        if self.end_of(node) is None:
-            with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
-                self._put(f"ended-{node}", reason)
-
-    def end_of(self, node: int) -> str | None:
-        """Return how node ``node`` ended, ``None`` if nobody has said so."""
-        try:
-            return (self._folder / f"ended-{node}").read_text()
-        except OSError:
-            return None
-
-    def clear(self) -> None:
-        """Remove what was written; nobody reads it any more."""
-        for path in (*self._folder.glob("ended-*"), self._folder / "learner.json"):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-    def _put(self, name: str, text: str) -> None:
-        path = self._folder / f".{name}-{os.getpid()}-{threading.get_ident()}"
-        with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as out:
-            out.write(text)
-        path.replace(self._folder / name)
-
-    def next_learner(self, after: int, timeout: float) -> LearnerInfo | None:
-        """Wait for the learner after number ``after``; return ``None`` if there will be none.
-
-        Raises:
-            CollectorTimeout: the main job did not start within ``timeout`` seconds.
-            GleanError: it is dead.
-        """
-        start = heard = time.monotonic()
-        last: LearnerInfo | None = None
-        while True:
-            info, now = self.read(), time.monotonic()
-            if info is not None:
-                if info.over:
-                    return None
-                if info.serial > after and info.host:
-                    return info
-            if info not in (None, last):
-                last, heard = info, now
-            elif last is not None and now - heard > _SILENCE:
-                raise GleanError(f"the main job has shown no sign of life for {_SILENCE:.0f} s")
-            elif last is None and now - start > timeout:
-                raise CollectorTimeout(f"the main job did not start within {timeout:.0f} s")
-            # No file system on a network tells of a change.
-            time.sleep(_LOOK if now - start < _SOON else _LAZY_LOOK)
+    Raises:
+        CollectorTimeout: the main job wrote none within ``timeout`` seconds.
+    """
+    start = time.monotonic()
+    while True:
+        # A file system on a network may show an old folder, until it is listed, or half a file.
+        with contextlib.suppress(OSError, ValueError):
+            os.listdir(folder)
+            invitations = json.loads((folder / _INVITATIONS).read_text())
+            if node >= len(invitations):
+                return None
+            own = invitations[node]
+            return Invitation(**{**own, "secret": own["secret"].encode()})
+        waited = time.monotonic() - start
+        if waited > timeout:
+            raise CollectorTimeout(
+                f"node {node} found no learner in {folder} within {timeout:g} s: the main job has "
+                "built no collector with launcher='submitit_delayed'; its log tells more, and "
+                "start_timeout= of submitit_delayed_launcher gives it longer"
+            )
+        time.sleep(_LOOK if waited < _SOON else _LAZY_LOOK)
 
 
-class RendezvousKeeper(Rendezvous):
-    """In the main job: says in the folder what it is at, and that it is alive."""
+@dataclass(slots=True)
+class _MainJob:
+    """The nodes that were submitted together with this process."""
 
-    def __init__(self, folder: Path, jobs: int = 0, local: bool = False) -> None:
-        super().__init__(folder)
-        self.jobs, self.local = jobs, local
-        self._lock = threading.Lock()
-        self._info = LearnerInfo()
-        self._ended = threading.Event()
-        self._change()
-        threading.Thread(target=self._beat, name="gleanrl keeper", daemon=True).start()
-
-    def _change(self, **fields: float | str | bool) -> None:
-        """Write what has changed; where that fails for the moment, the next sign of life does."""
-        with self._lock:
-            if self._info.over:
-                return
-            changed = replace(self._info, **fields)  # type: ignore[arg-type]
-            self._info = replace(changed, beat=changed.beat + 1)
-            try:
-                self._put("learner.json", json.dumps(asdict(self._info)))
-            except OSError as err:
-                if err.errno not in _PASSING:
-                    raise
-
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT):
-            with contextlib.suppress(OSError):  # a file system that is away comes back, or not
-                self._change()
-
-    def call(self, invitations: Sequence[Invitation]) -> None:
-        """Say where a new learner waits for nodes."""
-        first = invitations[0]
-        self._change(
-            serial=self._info.serial + 1,
-            host=first.host,
-            port=first.port,
-            secret=first.secret.decode(),
-            nodes=len(invitations),
-            timeout_s=first.timeout_s,
-        )
-
-    def dismiss(self) -> None:
-        """Say that the latest learner waits no longer."""
-        self._change(host="", secret="")
-
-    def close(self) -> None:
-        """Say that there will be no further learner."""
-        self._ended.set()
-        self._change(over=True, host="", secret="")
+    folder: Path
+    nodes: int
+    local: bool
+    """Whether all jobs are processes of this machine."""
+    invited: bool = False
+    """Whether a collector has these nodes."""
 
 
 R = TypeVar("R")
@@ -504,54 +397,57 @@ _FRAMEWORKS = ("distributed", "rpc")
 _PAUSE = 0.2
 _END_GRACE = 10.0
 """Seconds nodes get to end once the main job has."""
-_here: RendezvousKeeper | None = None
-"""In a main job."""
+_main_job: _MainJob | None = None
 
 
 class DelayedLauncher:
-    """In a main job: calls the nodes that wait for it."""
+    """In a main job: invites the nodes that wait for it, once."""
 
     def __init__(self) -> None:
-        """Find the jobs.
+        """Find the nodes.
 
         Raises:
-            ConfigError: this process is no main job.
+            ConfigError: this process is no main job, or another collector has its nodes.
         """
-        if _here is None:
+        if _main_job is None:
             raise ConfigError(
                 "launcher='submitit_delayed' is for collectors built in a function that "
                 "submitit_delayed_launcher decorates, which submits its nodes as well; from "
                 "anywhere else use launcher='submitit'"
             )
-        self._main = _here
+        if _main_job.invited:
+            raise ConfigError(
+                "launcher='submitit_delayed' is for one collector of a main job, and the nodes of "
+                "this one have served another: keep that collector, or call the decorated "
+                "function once per collector"
+            )
+        self._main = _main_job
 
     def address(self) -> str:
         return LOOPBACK if self._main.local else outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         nodes = len(invitations)
-        if nodes > self._main.jobs:
+        if nodes > self._main.nodes:
             raise ConfigError(
                 f"create_env_fn has {nodes} entries, but submitit_delayed_launcher has submitted "
-                f"{self._main.jobs} nodes; num_jobs= says how many"
+                f"{self._main.nodes} nodes; num_jobs= says how many"
             )
-        self._main.call(invitations)
+        self._main.invited = True
+        write_invitations(self._main.folder, invitations)
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        deadline = time.monotonic() + timeout
-        while (reason := self._main.end_of(node)) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return reason
+        return None  # nodes tell on their connections why they leave
 
     def stop(self, timeout: float) -> None:
-        self._main.dismiss()
+        """Do nothing: nodes end with their connections."""
 
 
 class submitit_delayed_launcher:  # the name that users know
     """Decorates a function so that calling it submits it as a job, and nodes for its collector.
 
-    Calling it waits for the end of the main job and returns what the function returned. Nodes
-    serve one collector after another until the main job ends.
+    Calling it waits for the end of the main job and returns what the function returned. The nodes
+    serve one collector.
     """
 
     def __init__(
@@ -571,9 +467,9 @@ class submitit_delayed_launcher:  # the name that users know
             framework: ``"distributed"`` or ``"rpc"``: of the collector. Nodes serve either.
             backend: That of the collector, which tells its nodes; checked here for its name only.
             tcpport: The port that the learner listens on unless its collector is given one.
-            submitit_main_conf: Parameters of the main job, over `DEFAULT_SLURM_CONF`.
+            submitit_main_conf: Parameters of the main job, over `JOB_DEFAULTS`.
             submitit_collection_conf: Parameters of the jobs of nodes, likewise.
-            start_timeout: Seconds that a node waits at most for the main job to start.
+            start_timeout: Seconds that a node waits at most for the main job's collector.
 
         Raises:
             ConfigError: submitit is not installed, or an argument cannot be.
@@ -606,7 +502,6 @@ class submitit_delayed_launcher:  # the name that users know
         """Submit everything, wait, and leave nothing running."""
         count, local, grace = self._count, job.here and nodes.here, 0.0
         folder = job.open()
-        rendezvous = Rendezvous(folder)
         # By itself, because the job has to know first where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
         start = functools.partial(_run_main, pickled, path, folder, count, local, self._port)
@@ -614,20 +509,15 @@ class submitit_delayed_launcher:  # the name that users know
         try:
             job.submit([start])
             nodes.submit([functools.partial(serve, node) for node in range(count)])
-            told: set[int] = set()
             while (reason := job.outcome(0, _PAUSE)) is None:
-                for node in set(range(count)) - told:  # the main job is told what becomes of nodes
-                    end = nodes.outcome(node)
-                    if end is not None:
-                        rendezvous.note_end(node, end)
-                        told.add(node)
+                pass
             if not job.succeeded(0):
                 raise WorkerDied(f"the main job {reason}") from job.error(0)
             grace = _END_GRACE
         finally:
             job.stop(grace)
             nodes.stop(grace)
-            rendezvous.clear()
+            (folder / _INVITATIONS).unlink(missing_ok=True)
         result: R = job.result(0)
         return result
 
@@ -636,29 +526,21 @@ def _run_main(
     pickled: bytes, path: Sequence[str], folder: Path, jobs: int, local: bool, port: str
 ) -> Any:
     """Be the main job."""
-    global _here
+    global _main_job
     os.environ.setdefault("TCP_PORT", port)
     sys.path.extend(entry for entry in path if entry not in sys.path)
-    _here = RendezvousKeeper(folder, jobs, local)
+    _main_job = _MainJob(folder, jobs, local)
     try:
         return cloudpickle.loads(pickled)()
     finally:
-        _here.close()
-        _here = None
+        _main_job = None
+        with contextlib.suppress(OSError):  # the folder is gone: nobody waits any more
+            write_invitations(folder, ())  # nodes that have not begun yet end at once
 
 
 def _wait_to_serve(folder: Path, timeout: float, node: int) -> None:
-    """Be a node of one learner after another."""
-    rendezvous, served = Rendezvous(folder), 0
-    environment = importlib.import_module("submitit").JobEnvironment()
-    try:
-        while (info := rendezvous.next_learner(served, timeout)) is not None:
-            served = info.serial
-            if node < info.nodes:
-                secret = info.secret.encode()
-                serve_in_job(Invitation(info.host, info.port, node, secret, info.timeout_s))
-    except Exception as err:
-        job = f"({environment.name()} job {environment.job_id})"
-        rendezvous.note_end(node, f"{job} failed: {type(err).__name__}: {err}")
-        raise
+    """Be a node of the collector that the main job builds."""
+    invitation = await_invitation(folder, node, timeout)
+    if invitation is not None:
+        serve_in_job(invitation)
     end_soon()
