@@ -264,12 +264,12 @@ class Quiet(gym.Env):
 
 
 def late(bad, good):
-    """Return a policy whose third action is ``bad``."""
+    """Return a policy whose third action in a rollout is ``bad``; construction calls it once."""
     calls = []
 
     def policy(observation):
         calls.append(1)
-        action = torch.tensor(bad if len(calls) == 3 else good)
+        action = torch.tensor(bad if len(calls) == 4 else good)
         return action.expand((*observation.shape[:-1], *action.shape))
 
     return policy

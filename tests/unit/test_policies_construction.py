@@ -1,7 +1,6 @@
-"""Construction calls the policy once, on the real first observation, and leaves no trace."""
+"""Construction calls the policy once, on the real first observation, and restores its tensors."""
 
 import random
-from collections import UserList
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ class Spy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = UserList()  # a list that construction does not put back
+        self.calls = []  # what Python holds, construction does not put back
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("last", torch.zeros(()))
         self.norm = nn.BatchNorm1d(4)

@@ -1,12 +1,15 @@
 """Acting at random."""
 
+import gymnasium as gym
 import pytest
 import torch
 from policies_rig import layout, make
 from tensordict import TensorDict
 from torchrl import data as rl
+from torchrl import modules
+from torchrl.envs import GymEnv as TheirGymEnv
 
-from gleanrl import PolicyError
+from gleanrl import Collector, PolicyError
 from gleanrl.data import Bounded, Categorical, Composite
 from gleanrl.policies import RandomPolicy
 
@@ -73,3 +76,27 @@ def test_a_policy_without_a_spec_cannot_be_called():
 def test_the_action_key_is_respected():
     td = RandomPolicy(SPEC, ("agents", "action"))(TensorDict({}, [2]))
     assert td["agents", "action"].shape == (2, 3)
+
+
+# -- TorchRL's -------------------------------------------------------------------------------------
+
+
+def cart_pole():
+    return gym.make("CartPole-v1")
+
+
+@pytest.mark.parametrize("env", [cart_pole, lambda: TheirGymEnv("CartPole-v1")])
+def test_torchrls_random_policy_draws_from_the_environment(env):
+    policy = modules.RandomPolicy()
+    with Collector(env, policy, frames_per_batch=64) as collector:
+        batch = collector.next()
+    assert 0 < batch["action"].float().mean() < 1
+    if env is not cart_pole:
+        assert policy.action_spec["action"].is_in(batch["action"][0])
+
+
+def test_torchrls_random_policy_keeps_a_spec_it_has():
+    env = TheirGymEnv("CartPole-v1", categorical_action_encoding=True)
+    policy = modules.RandomPolicy(env.full_action_spec)
+    Collector(env, policy, frames_per_batch=4).shutdown()
+    assert policy.action_spec == env.full_action_spec

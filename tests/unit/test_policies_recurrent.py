@@ -118,9 +118,22 @@ class Plain(nn.Module):
         return self.head(out[0]), after[0]
 
 
-def test_the_shape_of_a_state_is_found_by_trying_what_the_networks_inside_take():
+def test_the_state_of_a_layered_network_has_to_be_declared():
     policy = Mod(Plain(), ["observation", "hidden"], ["action", ("next", "hidden")])
+    with pytest.raises(PolicyError, match=r"unknown shape; .*state_shapes = \{'hidden'"):
+        make(policy, layout((5,), FLOATS))
+    policy.state_shapes = {"hidden": (8,)}
     same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])
+
+
+def test_a_state_that_is_not_written_as_it_is_read_is_an_error():
+    policy = Opaque()
+    policy.state_shapes = {"memory": (2,)}
+    policy.forward = lambda td: Opaque.forward(policy, td).set(
+        ("next", "memory"), torch.zeros(5, 3)
+    )
+    with pytest.raises(PolicyError, match=r"'memory' with shape \(5, 2\) and wrote shape \(5, 3\)"):
+        make(policy, layout((5,), FLOATS))
 
 
 class Opaque(TensorDictModuleBase):
@@ -167,32 +180,25 @@ def test_functions_keep_what_they_wrote_over_the_ends_of_episodes(fast):
 
 
 class OwnStart(TensorDictModuleBase):
-    """Declares a state, and begins with one of its own where none is given."""
+    """Begins episodes with a state of its own, where ``"is_init"`` says so."""
 
-    in_keys = ["observation", "memory"]
+    in_keys = ["observation", "memory", "is_init"]
     out_keys = ["action", ("next", "memory")]
 
-    def __init__(self, start):
-        super().__init__()
-        self.start = start
-
     def forward(self, tensordict):
-        memory = tensordict.get("memory", None)
-        if memory is None:
-            memory = torch.full((*tensordict.batch_size, 1), self.start)
+        start = torch.full((*tensordict.batch_size, 1), 3.0)
+        memory = torch.where(tensordict["is_init"], start, tensordict.get("memory", start))
         tensordict["action"] = memory.clone()
         tensordict["next", "memory"] = memory + 1
         return tensordict
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("start", [0.0, 3.0])
-def test_a_first_state_of_the_policys_own_is_kept(start, fast):
-    """Zeros are provided, at every start of an episode, only if they are the same to the policy."""
+def test_a_policy_that_reads_is_init_makes_its_first_state(fast):
     options = {"frames_per_batch": 6, "max_frames_per_traj": 3, "fast": fast}
-    with Collector("Pendulum-v1", OwnStart(start), **options) as collector:
+    with Collector("Pendulum-v1", OwnStart(), **options) as collector:
         actions = next(iter(collector))["action"].flatten().tolist()
-    assert actions == ([0, 1, 2, 0, 1, 2] if start == 0 else [3, 4, 5, 6, 7, 8])
+    assert actions == [3, 4, 5, 3, 4, 5]
 
 
 def test_next_entries_that_are_not_read_are_outputs_and_no_states():

@@ -1,4 +1,4 @@
-"""What a rollout means, written out without GleanRL: one TensorDict, carried from step to step.
+"""What a rollout means, written out plainly: one TensorDict, carried from step to step.
 
 An environment is a `Twin` here: TorchRL's own methods, or `GymTwin`, which holds single Gymnasium
 environments. The loop calls the policy on the TensorDict, steps, keeps a copy, and goes on with
@@ -17,6 +17,9 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
+from torch.nn.parameter import is_lazy
+
+from gleanrl.policies.inspect import modules_of
 
 ENDS = ("done", "terminated", "truncated")
 
@@ -184,11 +187,27 @@ class Loop:
         self.twin, self.policy, self.states, self.is_init = twin, policy, states or {}, is_init
         self.root = twin.reset()
         self._begin(torch.ones(self.root.batch_size, dtype=torch.bool))
+        self._tried = False
+
+    def _try(self) -> None:
+        """Call the policy once, as building a collector does; restore modules and streams."""
+        self._tried = True
+        held = [t for m in modules_of(self.policy) for t in (*m.parameters(), *m.buffers())]
+        values = [(tensor, tensor.clone()) for tensor in held if not is_lazy(tensor)]
+        streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.policy(copied(self.root))
+        for tensor, value in values:
+            tensor.copy_(value)
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
 
     def rollout(self, steps: int, kind: InteractionType = InteractionType.RANDOM) -> TensorDictBase:
         """Return a batch ``[..., steps]``."""
         taken = []
         with torch.no_grad(), set_interaction_type(kind):
+            if not self._tried:
+                self._try()
             for _ in range(steps):
                 self._act()
                 finished, self.root = self.twin.advance(self.root)

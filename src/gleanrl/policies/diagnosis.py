@@ -20,7 +20,7 @@ _CASTS = (torch.float16, torch.float32, torch.float64)
 
 
 def diagnose(
-    err: Exception | None,
+    err: Exception,
     policy: Any,
     shown: Mapping[Key, torch.Tensor | None],
     missing: Sequence[Key],
@@ -29,7 +29,7 @@ def diagnose(
     """Say why ``policy`` failed on what it was shown.
 
     Args:
-        err: What it raised, if anything.
+        err: The exception that it raised.
         policy: What the user gave.
         shown: The entries it was called on; ``None`` for one that is no tensor.
         missing: What it reads and was not shown.
@@ -40,20 +40,41 @@ def diagnose(
     """
     if missing:
         return PolicyError(_missing(missing, shown))
-    failed = None if err is None else _failed_layer(err)
-    recurrent = failed is not None and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase)
-    if states and (failed is None or recurrent):
-        shape = "(hidden_size,)" if len(states[0]) == 1 else "(agents, hidden_size)"
+    failed = _failed_layer(err)
+    if failed is not None and states and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase):
         return PolicyError(
-            "the policy could not be called with its first state "
-            f"{', '.join(map(format_key, states))} left out or zero; say what shape it has, "
-            "without the dimensions of environments: policy.state_shapes = "
-            f"{{{format_key(states[0])}: {shape}}} ({err})"
+            f"the policy could not be called with its first state; {_declare(states)} ({err})"
         )
     if failed is None:
         return None
     observed = {k: v for k, v in shown.items() if k[-1] not in _FLAGS and v is not None}
     return PolicyError(_misfit(policy, *failed, observed) + f" ({err})")
+
+
+def unknown_state(states: Sequence[Key]) -> PolicyError:
+    """Return the error for recurrent states of which nothing says the shape."""
+    names = ", ".join(map(format_key, states))
+    return PolicyError(
+        f"the policy reads {names} and writes the same under 'next': recurrent state of unknown "
+        f"shape; {_declare(states)}, or read 'is_init' and begin with a state of your own"
+    )
+
+
+def unfit_state(key: Key, before: torch.Tensor, after: torch.Tensor | None) -> PolicyError:
+    """Return the error for a state that is not written as it is read."""
+    wrote = "nothing" if after is None else f"shape {tuple(after.shape)}"
+    return PolicyError(
+        f"the policy reads the state {format_key(key)} with shape {tuple(before.shape)} and wrote "
+        f"{wrote} under 'next'; {_declare([key])}"
+    )
+
+
+def _declare(states: Sequence[Key]) -> str:
+    shape = "(hidden_size,)" if len(states[0]) == 1 else "(agents, hidden_size)"
+    return (
+        "declare its shape, without the dimensions of environments: policy.state_shapes = "
+        f"{{{format_key(states[0])}: {shape}}}"
+    )
 
 
 def unbatched(err: RuntimeError) -> PolicyError | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
@@ -17,6 +18,7 @@ from tensordict.nn import (
 )
 from torch import distributions as D
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError, note
 from gleanrl.core.keys import (
@@ -32,18 +34,48 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import warn
+from gleanrl.core.streams import preserved
 from gleanrl.policies.adapt import Adapted
-from gleanrl.policies.diagnosis import diagnose, unbatched
+from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
 from gleanrl.policies.inspect import children_of, modules_of, selects, units_of, watch_layers
-from gleanrl.policies.untouched import untouched
 
-_FAILURES = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
-"""What a policy may raise because the state it is given does not suit it."""
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 _T = TypeVar("_T")
 
 
 # -- one call --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _restored(policy: Any) -> Iterator[None]:
+    """Restore random streams, parameters and buffers of ``policy`` after the body.
+
+    What else the policy keeps, such as a counter in Python, advances.
+    """
+    tables = [t for module in modules_of(policy) for t in (module._parameters, module._buffers)]
+    entries = [
+        (table, name, tensor, tensor.detach(), tensor.detach().clone())
+        for table in tables
+        for name, tensor in cast("Mapping[str, torch.Tensor]", table).items()
+        if tensor is not None and not is_lazy(tensor) and not _shared(tensor)
+    ]
+    try:
+        with preserved():
+            yield
+    finally:
+        with torch.no_grad():
+            for table, name, tensor, memory, value in entries:
+                cast("dict[str, torch.Tensor]", table)[name] = tensor
+                if not tensor.is_set_to(memory):
+                    tensor.data = memory
+                if not torch.equal(memory, value):
+                    memory.copy_(value)
+
+
+def _shared(tensor: torch.Tensor) -> bool:
+    """Tell whether another process may write to ``tensor`` meanwhile."""
+    on_cpu = tensor.device.type == "cpu"  # torch calls all other memory shared
+    return on_cpu and tensor.is_shared()  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(slots=True)
@@ -283,24 +315,15 @@ def learn(
     start, provided = _start(adapted, root, root.get(IS_INIT, None) is not None)
     given = {as_key(key): value for key, value in start.items(True, True)}
 
-    def run(guess: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
-        td = _with(start, guess)
-        with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
+    def run(first: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
+        td = _with(start, first)
+        with _restored(policy), torch.no_grad(), set_interaction_type(exploration):
             before = sys.getrefcount(td)
             trace = _trace(adapted.call, td)
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 
-    (trace, after), guess = _first_call(policy, adapted, start, given, run, _fed)
-    states = tuple(guess)
-    if not guess:
-        declared = _declared_states(policy, adapted, given)
-        zeros = {
-            key: torch.zeros_like(value)
-            for key in declared
-            if (value := _fed((trace, after), key)) is not None
-        }
-        (trace, after), states = _provided(zeros, run, (trace, after))
+    (trace, after), states = _first_call(policy, adapted, start, given, run, _fed)
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
@@ -380,9 +403,9 @@ def learn_dynamic(
     start, provided = _start(adapted, root, IS_INIT in there)
     given = {key: _stacked(start, key) for key in sorted(leaves(start))}
 
-    def run(guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        with untouched(policy), torch.no_grad(), set_interaction_type(exploration):
-            return call_on(adapted.call, _with(start, guess))
+    def run(first: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+        with _restored(policy), torch.no_grad(), set_interaction_type(exploration):
+            return call_on(adapted.call, _with(start, first))
 
     def fed(out: TensorDictBase, key: Key) -> torch.Tensor | None:
         found: torch.Tensor | None = out.get(next_key(key), None)
@@ -429,9 +452,9 @@ def _start(
     return start, provided
 
 
-def _with(start: TensorDictBase, guess: Mapping[Key, torch.Tensor]) -> TensorDictBase:
+def _with(start: TensorDictBase, first: Mapping[Key, torch.Tensor]) -> TensorDictBase:
     td = start.clone()
-    for key, value in guess.items():
+    for key, value in first.items():
         td.set(key, value)
     return td
 
@@ -463,113 +486,82 @@ def _first_call(
     given: Mapping[Key, torch.Tensor | None],
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
     fed: Callable[[_T, Key], torch.Tensor | None],
-) -> tuple[_T, Mapping[Key, torch.Tensor]]:
-    """Call a policy with the likeliest first state that it takes; ``fed``: the state after it.
+) -> tuple[_T, tuple[Key, ...]]:
+    """Call a policy with its first state; ``fed`` returns the state after the call.
 
     Returns:
-        What ``run`` returned, and that state.
+        What ``run`` returned, and the states that are provided.
     """
     batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
     states = _declared_states(policy, adapted, given)
-    failure: Exception | None = None
-    for guess in _first_states(policy, states, batch, device):
-        try:
-            result = run(guess)
-        except PolicyError:
-            raise
-        except Exception as err:
-            note(err, "the policy raised this in its first call, on what the first reset gave")
-            if isinstance(err, IndexError) and not batch:
-                note(err, "one environment has no batch dimension; with num_envs=1 it has one")
-            if not isinstance(err, _FAILURES):
-                raise
-            failure = failure or err
-            continue
-        after = ((fed(result, key), value) for key, value in guess.items())
-        if all(found is not None and found.shape == value.shape for found, value in after):
-            return result, guess
+    first = {
+        key: torch.zeros((*batch, *shape), dtype=dtype, device=device)
+        for key, (shape, dtype) in _first_state(policy, adapted, states).items()
+    }
     missing = [key for key in adapted.in_keys or () if key not in given and key not in states]
-    error = diagnose(failure, policy, given, missing, states)
-    if error is not None:
-        raise error from failure
-    assert failure is not None
-    raise failure
-
-
-def _provided(
-    zeros: Mapping[Key, torch.Tensor],
-    run: Callable[[Mapping[Key, torch.Tensor]], tuple[PolicyTrace, TensorDictBase]],
-    without: tuple[PolicyTrace, TensorDictBase],
-) -> tuple[tuple[PolicyTrace, TensorDictBase], tuple[Key, ...]]:
-    """Provide ``zeros`` if the policy does with them what it does ``without`` them.
-
-    A policy that makes its first state itself then begins every episode anew.
-    """
-    if not zeros:
-        return without, ()
     try:
-        called = run(zeros)
-    except _FAILURES:
-        return without, ()
-    mine, theirs = called[0].outputs, without[0].outputs
-    same = mine.keys() == theirs.keys() and all(equal(mine[key], theirs[key]) for key in mine)
-    return (called, tuple(zeros)) if same else (without, ())
+        result = run(first)
+    except PolicyError:
+        raise
+    except Exception as err:
+        note(err, "the policy raised this in its first call, on what the first reset gave")
+        if isinstance(err, IndexError) and not batch:
+            note(err, "one environment has no batch dimension; with num_envs=1 it has one")
+        error = diagnose(err, policy, given, missing, states) if _is_misfit(err) else None
+        if error is not None:
+            raise error from err
+        raise
+    for key, value in first.items():
+        after = fed(result, key)
+        if after is None or after.shape != value.shape:
+            raise unfit_state(key, value, after)
+    return result, tuple(first)
+
+
+def _is_misfit(err: Exception) -> bool:
+    """Tell whether a policy may raise ``err`` because of what it is called on."""
+    kinds = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
+    return isinstance(err, kinds)
 
 
 # -- first states ----------------------------------------------------------------------------------
 
 
-def _first_states(
-    policy: Any, states: Sequence[Key], batch: tuple[int, ...], device: torch.device
-) -> Iterator[dict[Key, torch.Tensor]]:
-    """Yield what the first state may be, the likeliest first; left out means: the policy makes it.
+def _first_state(
+    policy: Any, adapted: Adapted, states: Sequence[Key]
+) -> Mapping[Key, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes, without batch dimensions, and dtypes of the states that begin with zeros.
 
-    Zeros of the declared shapes if ``policy.state_shapes`` declares them (per key, without batch
-    dimensions). Else what cells and layered networks inside the policy take, and what its modules
-    say of themselves.
+    The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
+    are those of the recurrent cell inside. A policy that reads ``"is_init"`` may make its own.
+
+    Raises:
+        PolicyError: nothing says which shape a state has.
     """
     if not states:
-        yield {}
-        return
-    declared = getattr(policy, "state_shapes", None)
-    if declared:
-        shapes = {as_key(key): _shape(value) for key, value in declared.items()}
-        yield {key: torch.zeros((*batch, *shapes[key]), device=device) for key in states}
-        return
-    for shape in _guesses(policy):
-        if shape is None:
-            yield {}
-        else:
-            yield {key: torch.zeros((*batch, *shape), device=device) for key in states}
-    found = {}
+        return {}
+    shapes = {
+        as_key(key): (_shape(value), torch.get_default_dtype())
+        for key, value in (getattr(policy, "state_shapes", None) or {}).items()
+    }
     for module in modules_of(policy):  # those that describe their states the way TorchRL's do
         describe = getattr(type(module), "make_tensordict_primer", None)
         primers = {} if describe is None else describe(module).primers
         for key in states:
             spec = primers.get(key if len(key) > 1 else key[0], None)
             if spec is not None:
-                found[key] = torch.zeros((*batch, *spec.shape), dtype=spec.dtype, device=device)
-    if len(found) == len(states):
-        yield found
+                shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
+    cells = {m.hidden_size for m in modules_of(policy) if isinstance(m, nn.RNNCellBase)}
+    if not shapes and len(cells) == 1:
+        shapes = dict.fromkeys(states, ((cells.pop(),), torch.get_default_dtype()))
+    unknown = [key for key in states if key not in shapes]
+    if unknown and (shapes or IS_INIT not in (adapted.in_keys or ())):
+        raise unknown_state(unknown)
+    return shapes
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(getattr(value, "shape", value))
-
-
-def _guesses(policy: Any) -> list[tuple[int, ...] | None]:
-    """Return the state shapes of what is recurrent in ``policy``; ``None``: it makes its own."""
-    cells: list[tuple[int, ...]] = []
-    layered: list[tuple[int, ...]] = []
-    for module in modules_of(policy):
-        if isinstance(module, nn.RNNCellBase):
-            cells.append((module.hidden_size,))
-        elif isinstance(module, nn.RNNBase):
-            layered.append((module.num_layers * (1 + module.bidirectional), module.hidden_size))
-    cells, layered = list(dict.fromkeys(cells)), list(dict.fromkeys(layered))
-    # Modules around a single cell take its state as it is; layered networks mostly make their own.
-    flat = [(hidden,) for _, hidden in layered]
-    return [None, *layered, *flat, *cells] if layered else [*cells, None]
 
 
 # -- outputs ---------------------------------------------------------------------------------------
