@@ -359,7 +359,7 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
     assert (code, err) == (
         1,
         "gleanrl: error: OverflowError: too much; "
-        "the policy raised this at step 30 of the rollout\n",
+        "the policy raised this at step 29 of the rollout\n",
     )
     assert (card_of(path)["status"], card_of(path)["frames"]) == ("failed", 100)
     assert run(capsys, "inspect", path)[0] == 0

@@ -118,7 +118,7 @@ def test_what_a_worker_raises_is_one_line(capsys, tmp_path, policy_file):
     assert (code, err) == (
         1,
         "gleanrl: error: worker 0 raised OverflowError: too much; "
-        "the policy raised this at step 30 of the rollout\n",
+        "the policy raised this at step 29 of the rollout\n",
     )
     assert (card_of(path)["status"], card_of(path)["frames"]) == ("failed", 100)
     assert run(capsys, "inspect", path)[0] == 0

@@ -72,7 +72,7 @@ def test_pools_that_reset_in_their_next_step_take_policies_that_return_copies(fa
         return gym.make_vec("CartPole-v1", num_envs=2)
 
     assert (collect(pool(), Copying(), 40, fast=fast)["action"] == 1).all()
-    with pytest.raises(PolicyError, match="wrote 'observation' at step 3.*'SameStep'"):
+    with pytest.raises(PolicyError, match="wrote 'observation' at step 2.*'SameStep'"):
         collect(pool(), Copying(doubles=4), 40, fast=fast)
 
 
@@ -483,7 +483,7 @@ class FromNestedToLeaf(Later):
     def forward(self, tensordict):
         self.calls += 1
         tensordict["action"] = tensordict["observation"][..., :1] / 2
-        part = tensordict.select("action") if self.calls < 5 else tensordict["action"].clone()
+        part = tensordict.select("action") if self.calls < 6 else tensordict["action"].clone()
         return tensordict.set("part", part)
 
 
@@ -591,7 +591,7 @@ def test_what_a_function_on_tensors_returns_later_means_the_same_on_every_path(n
 @pytest.mark.parametrize(
     ("policy", "names"),
     [
-        (Later(SURPRISES["an entry"]), "wrote 'late' at step 8 "),
+        (Later(SURPRISES["an entry"]), "wrote 'late' at step 7 "),
         (lambda td: td.set("action", td.get("observation").mul_(0.5)[..., :1]), "changes 'obs"),
         (lambda td: td.set_non_tensor("text", "a").set("action", torch.zeros(2, 1)), "'text'"),
     ],
