@@ -155,7 +155,7 @@ def test_a_forked_child_does_not_wait_for_the_evaluator_of_its_parent():
 
     with Evaluator("CartPole-v1", lean) as evaluator:
         evaluator.evaluate()
-        assert ends_in_a_child(evaluator._line._changed, evaluator.shutdown)
+        assert ends_in_a_child(evaluator._player._lock, evaluator.shutdown)
         evaluator.evaluate()
 
 

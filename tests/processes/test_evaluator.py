@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
@@ -449,6 +450,19 @@ def test_shutting_down_ends_what_is_under_way(fault):
     for call in (evaluator.trigger_eval, evaluator.evaluate, evaluator.wait):
         with pytest.raises(ClosedError, match="was shut down"):
             call()
+
+
+def test_shutting_down_ends_the_waits_of_other_threads():
+    evaluator = Evaluator(endless, Wage(), num_trajectories=1, busy_policy="queue")
+    evaluator.trigger_eval()
+    with ThreadPoolExecutor(3) as threads:
+        calls = [evaluator.evaluate, evaluator.evaluate, evaluator.wait]
+        waits = [threads.submit(call) for call in calls]
+        evaluator.shutdown()
+        for one in waits:
+            with pytest.raises(ClosedError, match="was shut down"), rig.in_time():
+                one.result()
+    assert not evaluator.pending
 
 
 def test_an_evaluator_that_is_dropped_ends_its_worker():

@@ -9,9 +9,10 @@ import math
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -137,36 +138,34 @@ class _Request:
     step: int
     version: int | None
     seed: int | None
-    direct: bool
-    """Whether the caller waits for this very result."""
-    result: Evaluation | None = None
+    result: Future[Evaluation] = field(default_factory=Future)
 
 
-class _Line:
-    """Carries requests out one after another, in a thread of its own or in the caller's."""
+class _Player:
+    """Plays requested evaluations in order: in a thread of its own, or inline in the caller's."""
 
     closing: Any
-    """The finalizer of the evaluator, which ends the line when that is collected."""
+    """The finalizer of the evaluator, which closes the player when that is collected."""
 
     def __init__(
         self,
         collector: Any,
         prefix: str,
         on_result: Callable[[TensorDictBase], Any] | None,
-        here: bool,
+        inline: bool,
         dump_video: bool,
     ) -> None:
         self.collector, self._ask = collector, collector._engine.ask
         self._dumps = dump_video and self._has_transforms()
-        self._prefix, self._on_result, self._here = prefix, on_result, here
+        self._prefix, self._on_result = prefix, on_result
         self._owner = os.getpid()
-        self._carrier: int | None = None
-        """The thread that is carrying a request out."""
-        self._changed = threading.Condition()
-        self._requests: deque[_Request] = deque()
-        self._results: deque[Evaluation] = deque()
+        self._playing: int | None = None
+        """The thread that plays a request."""
+        self._inline = threading.RLock() if inline else None
+        self._lock = threading.RLock()  # the finalizer may need it where this thread holds it
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._newest: _Request | None = None
         self._failure: BaseException | None = None
-        self._closed = False
         self._thread: threading.Thread | None = None
 
     def _has_transforms(self) -> bool:
@@ -179,20 +178,13 @@ class _Line:
     @property
     def pending(self) -> bool:
         """Whether a request is under way or queued."""
-        return bool(self._requests)
-
-    @property
-    def unread(self) -> bool:
-        """Whether there are results that no call has returned."""
-        return bool(self._results)
+        return self._newest is not None and not self._newest.result.done()
 
     def check(self) -> None:
         """Raise the error that ended the evaluator."""
         if self._failure is not None:
             raise self._failure
-        if self._closed:
-            raise ClosedError("the evaluator was shut down; make a new one")
-        if self._owner != os.getpid() and not self._here:
+        if self._owner != os.getpid() and self._inline is None:
             raise ClosedError(
                 f"the evaluator belongs to process {self._owner}, and this is process "
                 f"{os.getpid()}, forked from it; make an evaluator of its own here"
@@ -200,110 +192,86 @@ class _Line:
 
     def check_may_wait(self) -> None:
         """Refuse to wait in ``on_result``, because no request begins before its end."""
-        if self._carrier == threading.get_ident():
+        if self._playing == threading.get_ident():
             raise RuntimeError(
                 "on_result cannot wait for an evaluation, because the next one begins after it: "
                 "call trigger_eval() there, with busy_policy='queue'"
             )
 
-    def put(self, request: _Request) -> None:
-        """Carry ``request`` out, at once or in the thread."""
-        with self._changed:
+    def submit(self, request: _Request, results: list[Future[Evaluation]] | None = None) -> None:
+        """Play ``request`` inline, or queue it for the thread; append its result to ``results``."""
+        self.check()  # before the lock, which a forked child finds as it was
+        with self._inline or self._lock:
             self.check()
-            self._requests.append(request)
-            self._changed.notify_all()
-            if not self._here and self._thread is None:
+            self._newest = request
+            if results is not None:
+                results.append(request.result)
+            if self._inline is not None:
+                self._play(request)
+                return
+            self._requests.put(request)
+            if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="gleanrl-evaluate", daemon=True
                 )
                 self._thread.start()
                 atexit.register(self.closing)  # before finalizers are looked through
-            idle = self._here and len(self._requests) == 1  # else the call under way goes on
-        while idle and self._requests:
-            self._carry_out()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._requests or self._closed)
-                if self._closed:
-                    return
-            self._carry_out()
+        for request in iter(self._requests.get, None):
+            self._play(request)
 
-    def _carry_out(self) -> None:
-        """Carry out the oldest request; a failure ends the evaluator."""
-        request, self._carrier = self._requests[0], threading.get_ident()
+    def _play(self, request: _Request) -> None:
+        """Set the result of ``request``; a failure ends the evaluator."""
+        before, self._playing = self._playing, threading.get_ident()
         try:
-            summary, version = self._play(request)
-            if self._dumps:
-                self._ask(m.Call("env.transform.dump", (), {"step": request.step}))
-            result = _evaluation(summary, version, request.step, self._prefix)
-            if self._on_result is not None:
-                self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
+            self.check()
+            request.result.set_result(self._evaluate(request))
         except BaseException as err:
+            failure = self._end(err)
             self.collector.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
             self.closing.detach()  # nothing is left to close, and the error refers to its callers
-            with self._changed:
-                self._failure, self._closed = None if self._closed else err, True
-                self._requests.clear()
-                self._changed.notify_all()
+            request.result.set_exception(failure)
             if not isinstance(err, Exception):  # Ctrl-C, where this is the caller's thread
                 raise
-            return
         finally:
-            self._carrier = None
-        with self._changed:
-            request.result = result
-            if not request.direct:
-                self._results.append(result)
-            if self._requests:  # it was not shut down meanwhile
-                self._requests.popleft()
-            self._changed.notify_all()
+            self._playing = before
 
-    def _play(self, request: _Request) -> tuple[TensorDictBase, int]:
-        """Return the summary and the version that played; other threads may shut down meanwhile."""
+    def _evaluate(self, request: _Request) -> Evaluation:
+        """Return the result; other threads may shut down meanwhile."""
         collector = self.collector
         if request.weights or request.version is not None:
             collector.receive_models(request.weights, request.version)
         if request.seed is not None:  # after the weights: it resets, and transforms may have some
             collector.set_seed(request.seed)
+        summary, version = self._episodes()
+        if self._dumps:
+            self._ask(m.Call("env.transform.dump", (), {"step": request.step}))
+        result = _evaluation(summary, version, request.step, self._prefix)
+        if self._on_result is not None:
+            self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
+        return result
+
+    def _episodes(self) -> tuple[TensorDictBase, int]:
+        """Return the summary of the episodes and the version that played."""
+        collector = self.collector
         while True:
             with collector._engine.turn(None):
                 if collector._engine.ready(collector._budget, True, collector._timeout):
                     return collector._collect()[0], collector._gathered()[1]
             collector._engine.backend.wait(_POLL_INTERVAL_S)
 
-    def wait(self, request: _Request) -> Evaluation:
-        """Wait for the result of ``request``."""
-        with self._changed:
-            self._changed.wait_for(lambda: request.result is not None or self._closed)
-            if request.result is None:
-                self.check()
-            assert request.result is not None
-            return request.result
-
-    def take(self, timeout: float | None) -> Evaluation | None:
-        """Return the oldest result not yet returned; wait if an evaluation is under way."""
-
-        def settled() -> bool:
-            return bool(self._results) or not self._requests
-
-        with self._changed:
-            if timeout is None and not settled():
-                self.check_may_wait()
-            self._changed.wait_for(settled, timeout)
-            if self._results:
-                return self._results.popleft()
-            self.check()
-            return None
+    def _end(self, error: BaseException) -> BaseException:
+        """Accept no more requests; return the first error that ended the evaluator."""
+        with self._lock:
+            self._failure = error if self._failure is None else self._failure
+            self._requests.put(None)
+            return self._failure
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End everything; an evaluation under way ends after a step, or is killed."""
         if self._owner == os.getpid():  # a forked child finds the lock as it was
-            with self._changed:
-                self._closed = True
-                self._requests.clear()
-                self._changed.notify_all()
+            self._end(ClosedError("the evaluator was shut down; make a new one"))
         atexit.unregister(self.closing)
         self.collector.shutdown(timeout, raise_on_error=raise_on_error)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -479,9 +447,11 @@ class Evaluator:
             collector = RayCollector([env], policy, remote_configs=options, sync=True, **kwargs)
         else:
             collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
-        here = backend == "inline"
-        self._line = _Line(collector, log_prefix, on_result, here, dump_video)
-        self._line.closing = weakref.finalize(self, self._line.close, CLOSE_TIMEOUT_S)
+        inline = backend == "inline"
+        self._player = player = _Player(collector, log_prefix, on_result, inline, dump_video)
+        player.closing = weakref.finalize(self, player.close, CLOSE_TIMEOUT_S)
+        self._untaken: list[Future[Evaluation]] = []
+        """Of requests by `trigger_eval`, in their order."""
 
     # -- evaluating ------------------------------------------------------------------------------
 
@@ -513,10 +483,10 @@ class Evaluator:
             WorkerDied: the worker's process ended.
             CollectorTimeout: it took longer than ``timeout`` seconds.
         """
-        self._line.check_may_wait()
-        request = self._request(weights, step, weights_dict, version, seed, direct=True)
-        self._line.put(request)
-        return self._line.wait(request)
+        self._player.check_may_wait()
+        request = self._request(weights, step, weights_dict, version, seed)
+        self._player.submit(request)
+        return request.result.result()
 
     @for_users
     def trigger_eval(
@@ -538,8 +508,8 @@ class Evaluator:
             RuntimeError: another is under way and ``busy_policy`` is ``"error"``.
             Exception: as `evaluate`, of an earlier evaluation.
         """
-        self._line.check()
-        if self._line.pending and self._busy_policy != "queue":
+        self._player.check()
+        if self._player.pending and self._busy_policy != "queue":
             if self._busy_policy == "skip":
                 if not self._warned_of_skips:
                     self._warned_of_skips = True
@@ -552,8 +522,8 @@ class Evaluator:
             raise RuntimeError(
                 "an evaluation is under way: wait() for it, or use busy_policy='skip' or 'queue'"
             )
-        request = self._request(weights, step, weights_dict, version, seed, direct=False)
-        self._line.put(request)
+        request = self._request(weights, step, weights_dict, version, seed)
+        self._player.submit(request, self._untaken)
         return True
 
     def _request(
@@ -563,8 +533,6 @@ class Evaluator:
         weights_dict: Mapping[str, Any] | None,
         version: int | None,
         seed: int | None,
-        *,
-        direct: bool,
     ) -> _Request:
         sources = dict(weights_dict or {})
         if isinstance(weights, nn.Module) and not weights_of(weights):
@@ -579,7 +547,7 @@ class Evaluator:
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
         seed = self._seed if seed is None else read_seed(seed)
-        return _Request(frozen, step, version, seed, direct)
+        return _Request(frozen, step, version, seed)
 
     @for_users
     def poll(self, timeout: float = 0) -> Evaluation | None:
@@ -591,7 +559,7 @@ class Evaluator:
         Raises:
             Exception: as `evaluate`, of the evaluation whose turn it is.
         """
-        return self._line.take(timeout)
+        return self._take(timeout)
 
     @for_users
     def wait(self, timeout: float | None = None) -> Evaluation | None:
@@ -600,12 +568,24 @@ class Evaluator:
         Args:
             timeout: Seconds to wait at most, after which ``None`` is returned.
         """
-        return self._line.take(timeout)
+        return self._take(timeout)
+
+    def _take(self, timeout: float | None) -> Evaluation | None:
+        if timeout is None and not any(result.done() for result in self._untaken[:1]):
+            self._player.check_may_wait()
+        for result in self._untaken[:1]:
+            if not wait([result], timeout).done:
+                return None
+            evaluation = result.result()
+            self._untaken.remove(result)
+            return evaluation
+        self._player.check()
+        return None
 
     @property
     def pending(self) -> bool:
         """Whether an evaluation is under way or queued."""
-        return self._line.pending
+        return self._player.pending
 
     @staticmethod
     def extract_weights(policy: nn.Module) -> TensorDictBase:
@@ -634,7 +614,7 @@ class Evaluator:
         self._next_step = int(state_dict["step_counter"])
 
     def _check_settled(self, what: str) -> None:
-        if self._line.pending or self._line.unread:
+        if self.pending or self._untaken:
             raise RuntimeError(
                 f"the evaluator's state cannot be {what} while an evaluation is under way or its "
                 "result was not taken: wait() first"
@@ -646,8 +626,8 @@ class Evaluator:
         Args:
             timeout: Seconds that the step under way may take; then the worker is killed.
         """
-        self._line.closing.detach()
-        self._line.close(timeout)
+        self._player.closing.detach()
+        self._player.close(timeout)
 
     def __enter__(self) -> Evaluator:
         """Return the evaluator; it is shut down at the end of the block."""
