@@ -21,12 +21,14 @@ from gleanrl import (
     RateLimiter,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    SliceSampler,
 )
 
 
 def rows(first, count):
     number = torch.arange(first, first + count)
-    return TensorDict({"number": number, "twice": number * 2}, [count])
+    data = {"number": number, "twice": number * 2, "last": torch.zeros(count, dtype=torch.bool)}
+    return TensorDict(data, [count])
 
 
 def forked(body, seconds=30):
@@ -50,9 +52,11 @@ def ended_well(child):
 def test_a_process_stopped_inside_is_named_and_blocks_nobody_for_ever(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True, lock_timeout=0.4)
     rb.extend(rows(0, 10))
+    sampler = SliceSampler(slice_len=2, end_key="last")
+    slices = ReplayBuffer(storage=rb.storage, sampler=sampler, batch_size=50)
 
     def stop():
-        with rb.storage.ring.section():
+        with rb.storage.ring.append(3, 3):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     child = forked(stop)
@@ -60,10 +64,12 @@ def test_a_process_stopped_inside_is_named_and_blocks_nobody_for_ever(tmp_path):
     for blocked in (lambda: rb.extend(rows(10, 5)), rb.share, lambda: rb.dumps(tmp_path)):
         with pytest.raises(CollectorTimeout, match=f"process {child} "):
             blocked()
+    assert rb.sample(50)["number"].max() < 10  # whoever only reads does not wait
+    assert slices.sample()["number"].max() < 10
     os.kill(child, signal.SIGCONT)
     assert ended_well(child)
     rb.extend(rows(10, 5))
-    assert len(rb) == 15
+    assert len(rb) == 18
 
 
 class Held(LazyTensorStorage):
@@ -173,11 +179,10 @@ def test_a_child_forked_while_a_list_was_written_can_write_it():
     inside, leave = threading.Event(), threading.Event()
 
     def write():
-        with rb.storage.ring.section():
-            reservation = rb.storage.ring.reserve(4)
+        with rb.storage.ring.append(4, 4):
             inside.set()
             assert leave.wait(60)
-            rb.storage.ring.revoke(reservation)
+            rb.storage.items.extend(range(4))
 
     thread = threading.Thread(target=write)
     thread.start()

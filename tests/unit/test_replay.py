@@ -357,54 +357,58 @@ def test_nested_parts_keep_batch_dimensions_of_their_own(ndim):
     assert rb.sample(6)["agents"].batch_size == (6, 3)
 
 
-def test_rows_are_written_in_place_and_seen_when_committed():
+def test_rows_are_seen_when_all_of_them_are_written():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 8))
-    taken = rb.storage.ring.reserve(4)
-    assert len(rb) == 6  # two of the oldest make room
-    values, _ = rb.storage.prepare(rows(8, 4), 0)
-    pieces = list(rb.storage.ring.pieces(taken.first, taken.rows))
-    assert pieces == [(8, 10, 0), (0, 2, 2)]
-    rb.storage.write(taken, values, 0)
-    assert set(rb.sample(100)["action"].tolist()) == {2, 3, 4, 5, 6, 7}
-    assert rb.write_count == 8
-    assert rb.storage.ring.commit(taken)
+    storage = rb.storage
+    values, count = storage.prepare(rows(8, 4), 0)
+    with storage.ring.append(count, count) as first:
+        assert len(rb) == 6  # two of the oldest make room
+        assert list(storage.ring.pieces(first, count)) == [(8, 10, 0), (0, 2, 2)]
+        storage.write(first, count, values, 0)
+        assert set(rb.sample(100)["action"].tolist()) == {2, 3, 4, 5, 6, 7}
+        assert rb.write_count == 8
     assert (len(rb), rb.write_count) == (10, 12)
     assert rb[:]["action"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
-    with pytest.raises(ReplayError, match="not held"):
-        rb.storage.ring.commit(taken)
 
 
-def test_revoked_rows_are_skipped():
+def test_rows_whose_writing_failed_are_skipped():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(rows(0, 4))
-    rb.storage.ring.revoke(rb.storage.ring.reserve(3))
+    with pytest.raises(KeyboardInterrupt), rb.storage.ring.append(3, 3):
+        raise KeyboardInterrupt
     assert rb.extend(rows(4, 2)).tolist() == [7, 8]
     assert set(rb.sample(200)["action"].tolist()) == {0, 1, 2, 3, 4, 5}
     assert len(rb) == rb.write_count == 6
 
 
-def test_writers_go_round_what_others_hold():
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
-    rb.extend(rows(0, 10))
-    held = rb.storage.ring.reserve(3)
-    assert rb.extend(rows(10, 7)).tolist() == [3, 4, 5, 6, 7, 8, 9]
-    assert rb.extend(rows(17, 4)).tolist() == [3, 4, 5, 6]
-    with pytest.raises(ReplayError, match="8 rows cannot be reserved in a buffer of 10"):
-        rb.extend(rows(0, 8))
-    rb.storage.ring.revoke(held)
-    assert len(rb.extend(rows(21, 10))) == 10
+class Interrupted(LazyTensorStorage):
+    """Calls ``handle`` in the middle of a write, as a signal handler may be."""
+
+    handle = staticmethod(lambda: None)
+
+    def write(self, *args):
+        self.handle()
+        super().write(*args)
 
 
-def test_what_is_written_while_the_buffer_is_emptied_goes_too():
-    rb = ReplayBuffer(storage=LazyTensorStorage(10))
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_handler_samples_in_the_middle_of_extend_and_cannot_write(shared):
+    rb = ReplayBuffer(storage=Interrupted(10), shared=shared)
     rb.extend(rows(0, 8))
-    taken = rb.storage.ring.reserve(2)
-    rb.empty()
-    assert not rb.storage.ring.commit(taken)
-    assert (len(rb), rb.write_count) == (0, 0)
-    rb.extend(rows(20, 10))
-    assert len(rb) == 10
+    seen = []
+
+    def handle():
+        seen.extend(rb.sample(50)["action"].tolist())
+        for write in (lambda: rb.extend(rows(0, 1)), rb.empty):
+            with pytest.raises(ReplayError, match="already writing"):
+                write()
+
+    rb.storage.handle = handle
+    rb.extend(rows(8, 4))
+    assert set(seen) == {2, 3, 4, 5, 6, 7}
+    assert rb[:]["action"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert rb.write_count == 12
 
 
 def test_threads_write_and_sample_at_once():

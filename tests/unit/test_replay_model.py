@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import suppress
 
 import torch
 from hypothesis import settings
@@ -31,7 +32,7 @@ class Buffers(RuleBasedStateMachine):
             storage=kind(SIZE, compact=compact), sampler=SamplerWithoutReplacement(), shared=shared
         )
         self.compact, self.shared = compact, shared
-        self.next, self.held, self.model, self.count = 0, None, {}, 0
+        self.next, self.model, self.count = 0, {}, 0
         self.adopt(rb)
 
     def adopt(self, rb):
@@ -48,32 +49,24 @@ class Buffers(RuleBasedStateMachine):
     def extend(self, count, which):
         self.store(self.both[which].extend(rows(self.next, count)).tolist())
 
-    @precondition(lambda self: self.held is None and self.next and not self.compact)
-    @rule(count=st.integers(1, 3))
-    def reserve(self, count):
-        self.held = self.both[0].storage.ring.reserve(count)
-        for n in range(count):
-            self.model.pop((self.held.first + n) % SIZE, None)
-
-    @precondition(lambda self: self.held is not None)
-    @rule(keep=st.booleans(), which=st.integers(0, 1))
-    def end(self, keep, which):
-        held, self.held = self.held, None
-        if not keep:
-            self.both[which].storage.ring.revoke(held)
-            return
-        storage = self.both[0].storage
-        values, _ = storage.prepare(rows(self.next, held.rows), 0)
-        storage.write(held, values, 0)
-        if self.both[which].storage.ring.commit(held):
-            self.store([(held.first + n) % SIZE for n in range(held.rows)])
+    @precondition(lambda self: self.next)
+    @rule(count=st.integers(1, 5), which=st.integers(0, 1), written=st.booleans())
+    def fail(self, count, which, written):
+        """Nothing is left of a write that an interrupt ended."""
+        storage = self.both[which].storage
+        values, _ = storage.prepare(rows(self.next, count), 0)
+        with suppress(KeyboardInterrupt), storage.ring.append(count, count) as first:
+            for n in range(count):
+                self.model.pop((first + n) % SIZE, None)
+            if written:
+                storage.write(first, count, values, 0)
+            raise KeyboardInterrupt
 
     @rule(which=st.integers(0, 1))
     def empty(self, which):
         self.both[which].empty()
         self.model, self.count = {}, 0
 
-    @precondition(lambda self: self.held is None)
     @rule(way=st.sampled_from(["state", "copy", "other"]))
     def move(self, way):
         rb = self.both[0]

@@ -461,7 +461,7 @@ class ReplayBuffer:
             fence()
             if torch.equal(storage.sequence_of(draw.index), draw.seen):
                 return draw, data
-        # Rows are reserved only inside the section, and only reserved ones are written.
+        # Rows are written only inside the section.
         with storage.ring.section():
             draw = choose()
             return draw, storage.gather(draw.index, self._extra(draw))

@@ -1,8 +1,7 @@
 """Locks around the short sections of a ring: between threads, and between processes.
 
 The lock between processes is the kernel's (``fcntl``), on one byte of an anonymous file, so that it
-is released whenever its holder ends, however it ends. A second byte per writing process, locked for
-as long as the process lives, tells the others whether a reservation still has an owner.
+is released whenever its holder ends, however it ends.
 
 A forked child has only the thread that forked. A lock that another thread held would never be
 released there, and what it guards may be half changed: a fork waits until other threads have left
@@ -26,7 +25,6 @@ from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 _FORK_TIMEOUT_S = 1.0
 """Seconds that a fork waits for threads to leave, over all locks."""
 _MAIN = 0
-_FIRST_OWNER = 1
 _COLLECTING = 1 << 62
 """Byte that all processes with running collectors hold together."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
@@ -100,8 +98,8 @@ class ThreadLock:
 
     def __init__(self) -> None:
         guarded(self)
-        self.owner: int | None = None
-        """The number under which this process writes: ``None`` before `claim`, and in a fork."""
+        self.depth = 0
+        """How many times the thread inside has entered."""
         self.collectors = 0
         """Collectors that run in this process and fill the buffer in the background."""
 
@@ -116,21 +114,16 @@ class ThreadLock:
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self.depth -= 1
         self._lock.release()
 
-    def claim(self, number: int) -> None:
-        """Write under ``number`` from now on; called inside the lock."""
-        self.owner = number
-
-    def alive(self, owner: int) -> bool:
-        """Tell whether the process that claimed ``owner`` still exists; called inside the lock."""
-        return owner == self.owner
-
     def _after_fork(self, consistent: bool) -> None:
-        # No thread of the child will finish what other threads of the parent were writing.
-        self.owner, self.collectors = None, 0
+        self.collectors = 0
+        if not consistent:
+            self.depth = 0
 
 
 class ProcessLock(ThreadLock):
@@ -146,7 +139,6 @@ class ProcessLock(ThreadLock):
         self.fd = fd = anonymous_file() if fd is None else fd
         self.timeout = 60.0
         """Seconds to wait for a holder that makes no progress."""
-        self._depth = 0
         self._open = [fd]
         identity = identity_of(os.fstat(fd))
         _process_locks[identity] = self
@@ -158,17 +150,17 @@ class ProcessLock(ThreadLock):
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            if self._depth == 0 and not self._try():
+            if self.depth == 0 and not self._try():
                 self._wait()
         except BaseException:
             self._lock.release()
             raise
-        self._depth += 1
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self._depth -= 1
+        self.depth -= 1
         try:
-            if self._depth == 0:
+            if self.depth == 0:
                 fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _MAIN)
         finally:
             self._lock.release()
@@ -213,27 +205,6 @@ class ProcessLock(ThreadLock):
         super().collect(more)
         kind = fcntl.LOCK_SH if self.collectors else fcntl.LOCK_UN
         fcntl.lockf(self.fd, kind, 1, _COLLECTING)
-
-    def claim(self, number: int) -> None:
-        """Lock the byte of ``number`` until this process ends."""
-        fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, _FIRST_OWNER + number)
-        self.owner = number
-
-    def alive(self, owner: int) -> bool:
-        """Tell whether a process still holds the byte of ``owner``."""
-        if owner == self.owner:
-            return True
-        try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _FIRST_OWNER + owner)
-        except OSError:
-            return True
-        fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _FIRST_OWNER + owner)
-        return False
-
-    def _after_fork(self, consistent: bool) -> None:
-        super()._after_fork(consistent)
-        if not consistent:
-            self._depth = 0
 
 
 def _lock_of(handle: Handle) -> ProcessLock:

@@ -1,19 +1,21 @@
-"""Complete rows of a ring: reserve, commit, revoke; safe against death at any instant.
+"""Complete rows of a ring: one writer at a time, safe against death at any instant.
 
 Every row has one word, its *sequence number*: positive when the row is complete, negative while it
 is being written, zero when it holds nothing. Positions only grow and a sequence number holds its
 position, so a word never has the same value twice: a reader that finds the same number before and
 after copying a row has copied a complete row. The words lie in shared memory if the rows do.
 
-Every change is written down first (the write-ahead record), as absolute values, and the word that
-makes it valid last. The next process inside finishes what a process that was killed left there.
+A writer keeps the lock while it copies rows. So negative numbers and an operation in the header
+that the next process finds inside are what a killed process left: rows whose copying had ended are
+completed, all others are forgotten.
 
-The lock orders the stores of writers. Readers do without it: `fence` keeps what they copy between
-their two looks at the sequence numbers.
+Readers do without the lock: `fence` keeps what they copy between their two looks at the sequence
+numbers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,28 +33,14 @@ _AUTHOR_BITS = 20
 STEP = 1 << _AUTHOR_BITS
 """Difference between the sequence numbers of rows that one author wrote one after the other."""
 _AUTHOR_MASK = STEP - 1
-_ENTRIES = 1024
 _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
-_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _OWNERS, _BASE, _EPOCH = range(9)
-_OP, _ENTRY, _FIRST, _N, _OWNER, _TO_CURSOR, _TO_COUNT, _TO_LIVE, _TO_CHANGES = range(10, 19)
-_LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT, _AUTHOR = range(19, 23)
-_RESERVE, _COMMIT, _REVOKE, _EMPTY, _LOAD = 1, 2, 3, 4, 5
+_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _AUTHORS, _BASE, _EPOCH = range(9)
+_OP, _TO_CURSOR, _TO_COUNT, _LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT = range(9, 15)
+_COPY, _COMPLETE, _EMPTY = 1, 2, 3
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
 """Bounds above all real values, and far below the overflow of positions and counters."""
-
-
-class Reservation(NamedTuple):
-    """Rows that one writer may write; travels between processes."""
-
-    entry: int
-    owner: int
-    first: int
-    """Position of the first row; its place is ``first % slots``."""
-    rows: int
-    author: int
-    """Number that the sequence numbers of these rows contain."""
 
 
 class Author:
@@ -70,9 +58,10 @@ class Author:
 
     def number(self, ring: RingIndex) -> int:
         """Return the number of this author in ``ring``; inside `section`."""
-        at = ring._identity, int(ring._h[_EPOCH]), ring._owner()
+        at = ring._identity, int(ring._h[_EPOCH]), os.getpid()
         if self._at != at:
-            self._at, self._number = at, ring._new_number()
+            ring._h[_AUTHORS] += 1
+            self._at, self._number = at, int(ring._h[_AUTHORS])
         return self._number
 
 
@@ -113,12 +102,12 @@ class _Word:
 
 
 class RingIndex:
-    """The sequence numbers of a ring of rows, and the reservations of its writers."""
+    """The sequence numbers of a ring of rows."""
 
     slots = _Word(_SLOTS)
     """Rows in the ring."""
     count = _Word(_COUNT)
-    """Rows ever committed since the last `empty`."""
+    """Rows ever completed since the last `empty`."""
     live = _Word(_LIVE)
     """Rows that are complete now."""
     overflow = _Word(_OVERFLOW)
@@ -135,11 +124,8 @@ class RingIndex:
         self._h = words[:_HEADER]
         self.flow: Words = words[_HEADER - 8 : _HEADER]
         """Words for the limiter of the rates of writing and sampling; zero at first."""
-        start = _HEADER
-        self._table = words[start : start + 3 * _ENTRIES].reshape(_ENTRIES, 3)
-        start += 3 * _ENTRIES
-        self._layout = words[start : start + _LAYOUT_WORDS].view(np.uint8)
-        start += _LAYOUT_WORDS
+        start = _HEADER + _LAYOUT_WORDS
+        self._layout = words[_HEADER:start].view(np.uint8)
         self._all = words[: self.words_for(max_slots)]  # a mapping ends at the end of a page
         self.sequence: Words = words[start : start + max_slots]
         """The sequence number of every row."""
@@ -150,7 +136,7 @@ class RingIndex:
     @staticmethod
     def words_for(max_slots: int) -> int:
         """Return how many words the index of ``max_slots`` rows needs."""
-        return _HEADER + 3 * _ENTRIES + _LAYOUT_WORDS + max_slots
+        return _HEADER + _LAYOUT_WORDS + max_slots
 
     @property
     def ready(self) -> bool:
@@ -159,7 +145,7 @@ class RingIndex:
 
     @property
     def top(self) -> int:
-        """The place above all rows that were ever reserved."""
+        """The place above all rows that were ever written."""
         # Readers take no lock: `empty` and `restore` write one of the two words before the other.
         return max(0, min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS])))
 
@@ -175,8 +161,8 @@ class RingIndex:
     def section(self) -> Iterator[None]:
         """Keep all others from changing the index, and finish the work of a dead process."""
         with self.lock:
-            if self._h[_OP]:
-                self._recover()
+            if self._h[_OP] and self.lock.depth == 1:
+                self._settle()
             yield
 
     def initialise(self, slots: int, layout: bytes) -> None:
@@ -192,68 +178,50 @@ class RingIndex:
         """Return the layout passed to `initialise`."""
         return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
 
-    def reserve(self, count: int) -> Reservation:
-        """Take the next ``count`` rows (at most `slots`) for writing; their old contents are lost.
+    @contextmanager
+    def append(self, rows: int, counted: int) -> Iterator[int]:
+        """Replace the oldest ``rows`` rows (at most `slots`), which a ``with`` block writes.
 
-        Raises:
-            ReplayError: so much is being written by others that no room is left.
-        """
-        with self.section():
-            entry = self._free_entry()
-            first = self._place(count)
-            live = self.live - sum(
-                int(np.count_nonzero(self.sequence[a:b] > 0))
-                for a, b, _ in self.pieces(first, count)
-            )
-            author = (_current_author.get() or self._author).number(self)
-            reservation = Reservation(entry, self._owner(), first, count, author)
-            self._enact(_RESERVE, reservation, cursor=first + count, live=live)
-            return reservation
-
-    def commit(self, reservation: Reservation, counted: int | None = None) -> bool:
-        """Make rows visible.
+        They become visible when the block ends. After an exception they hold nothing.
 
         Args:
-            reservation: What `reserve` returned, in whatever process.
-            counted: By how much `count` grows; the number of rows by default.
+            rows: Rows to write.
+            counted: By how much `count` grows.
 
-        Returns:
-            False if the buffer was emptied since the reservation: the rows go with the rest.
-
-        Raises:
-            ReplayError: the reservation was revoked, or committed before.
+        Yields:
+            The position of the first row; its place is ``first % slots``.
         """
         with self.section():
-            self._check_held(reservation)
-            if reservation.first < self._h[_BASE]:
-                self._enact(_REVOKE, reservation)
-                return False
-            rows = reservation.rows
-            self._enact(
-                _COMMIT,
-                reservation,
-                count=self.count + (rows if counted is None else counted),
-                live=self.live + rows,
-            )
-            return True
-
-    def revoke(self, reservation: Reservation) -> None:
-        """Return reserved rows unwritten; nobody may write them after this call begins."""
-        with self.section():
-            self._check_held(reservation)
-            self._enact(_REVOKE, reservation)
+            h, first = self._h, int(self._h[_CURSOR])
+            author = (_current_author.get() or self._author).number(self)
+            number = (first + 1) << _AUTHOR_BITS | author & _AUTHOR_MASK
+            if len(self._ramp) < rows:
+                self._ramp = np.arange(rows, dtype=np.int64) << _AUTHOR_BITS
+            parts = [self.sequence[start:stop] for start, stop, _ in self.pieces(first, rows)]
+            live = self.live - sum(int(np.count_nonzero(part > 0)) for part in parts)
+            self._begin(_COPY, first + rows, self.count + counted)
+            begin = 0
+            for part in parts:
+                # Ufuncs store whole words, which a plain copy of bytes does not promise.
+                np.subtract(-number, self._ramp[begin : begin + len(part)], out=part)
+                begin += len(part)
+            h[_LIVE] = live
+            h[_CHANGES] += 1
+            try:
+                yield first
+            except BaseException:
+                self._settle()
+                raise
+            h[_OP] = _COMPLETE
+            for part in parts:
+                np.negative(part, out=part)
+            self._end(self.count + counted, live + rows)
 
     def empty(self, count: bool = True) -> None:
-        """Forget all rows; rows under way are forgotten at their commit."""
+        """Forget all rows."""
         with self.section():
-            cursor = self._next_lap()
-            self._enact(
-                _EMPTY,
-                Reservation(0, 0, cursor, 0, 0),
-                cursor=cursor,
-                count=0 if count else self.count,
-                live=0,
-            )
+            self._begin(_EMPTY, int(self._h[_CURSOR]), 0 if count else self.count)
+            self._settle()
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Split positions into ``(start, stop)`` places and the offset of the first in them."""
@@ -274,31 +242,27 @@ class RingIndex:
             ``None`` for slots if everything has to be looked at.
         """
         h = self._h
-        with self.section():
-            cursor, held = int(h[_CURSOR]), self._table[self._table[:, 0] != 0, 1]
-            oldest = min([cursor, *held.tolist()])
-            now = Version(self._identity, int(h[_EPOCH]), int(h[_CHANGES]), oldest)
-        if since is None or since[:2] != now[:2] or cursor - since.oldest >= self.slots:
+        # Writers store these words in the opposite order, so no lock is needed.
+        epoch, changes = int(h[_EPOCH]), int(h[_CHANGES])
+        fence()
+        now, after = Version(self._identity, epoch, changes, int(h[_CURSOR])), int(h[_TO_CURSOR])
+        if since is None or since[:2] != now[:2] or after - since.oldest >= self.slots:
             return now, None
-        return now, np.arange(since.oldest, cursor + 1) % self.slots
+        return now, np.arange(since.oldest, after + 1) % self.slots
 
     def snapshot(self) -> dict[str, Any]:
-        """Return cursor, counters and sequence numbers; incomplete rows count as nothing."""
+        """Return cursor, counters and sequence numbers."""
         with self.section():
             return {
                 "cursor": int(self._h[_CURSOR]),
                 "base": int(self._h[_BASE]),
                 "count": self.count,
-                "stamps": torch.from_numpy(np.maximum(self.sequence[: self.top], 0)),
+                "stamps": torch.from_numpy(self.sequence[: self.top].copy()),
             }
 
     def clear_for(self, state: Mapping[str, Any]) -> None:
         """Forget all rows, before rows of a state take their places; inside `section`."""
-        if self._table[:, 0].any():
-            self._sweep()
-        if self._table[:, 0].any():
-            raise ReplayError("a replay buffer cannot be loaded while rows of it are being written")
-        if self._cursor_after(state, self._next_lap()) >= _POSITIONS:
+        if self._cursor_after(state, self._lap_after(int(self._h[_CURSOR]))) >= _POSITIONS:
             raise ReplayError("this buffer has numbered too many rows to be loaded: make a new one")
         self.empty()
         fence()
@@ -315,23 +279,20 @@ class RingIndex:
         """
         h, cursor, numbers = self._h, state["cursor"], state["stamps"].numpy()
         after = self._cursor_after(state, int(h[_BASE]))
-        h[_TO_CURSOR] = after
-        h[_OP] = _LOAD
+        self._begin(_EMPTY, after, 0)
         h[_BASE] = h[_BASE] or state["base"]
         shift = np.where(numbers > 0, after - cursor, 0) << _AUTHOR_BITS
         np.add(numbers, shift, out=self.sequence[: len(numbers)])
-        h[_CURSOR], h[_COUNT] = after, state["count"]
-        h[_LIVE] = int(np.count_nonzero(numbers > 0))
         h[_EPOCH] += 1
         # The rows to come continue none of these: their authors get numbers that none of these has.
-        h[_OWNERS] = max(int(h[_OWNERS]), int((numbers & _AUTHOR_MASK).max(initial=0)))
+        h[_AUTHORS] = max(int(h[_AUTHORS]), int((numbers & _AUTHOR_MASK).max(initial=0)))
         if then is not None:
             then()
-        h[_OP] = 0
+        self._end(state["count"], int(np.count_nonzero(numbers > 0)))
 
-    def _next_lap(self) -> int:
+    def _lap_after(self, cursor: int) -> int:
         slots = max(self.slots, 1)
-        return -(-int(self._h[_CURSOR]) // slots) * slots
+        return -(-cursor // slots) * slots
 
     def _cursor_after(self, state: Mapping[str, Any], base: int) -> int:
         """Return the cursor after the rows of a state, which begin at the position ``base``."""
@@ -341,7 +302,7 @@ class RingIndex:
         return int(after + (state["cursor"] - after) % max(self.slots, 1))
 
     def mark(self, places: Words) -> None:
-        """Commit single rows out of order, as the newest (no ring; one process)."""
+        """Complete single rows out of order, as the newest (no ring; one process)."""
         with self.section():
             first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.sequence[places] == 0))
             ranks = first + 1 + np.arange(len(places), dtype=np.int64)
@@ -356,126 +317,36 @@ class RingIndex:
         with self.section():
             self._h[_COUNT] += rows
 
-    def _owner(self) -> int:
-        owner = self.lock.owner
-        if owner is None:
-            # Numbers are never given out twice, so a new process never looks like a dead one.
-            owner = self._new_number()
-            self.lock.claim(owner)
-        return owner
-
-    def _new_number(self) -> int:
-        self._h[_OWNERS] += 1
-        return int(self._h[_OWNERS])
-
-    def _free_entry(self) -> int:
-        free = np.flatnonzero(self._table[:, 0] == 0)
-        if not len(free):
-            self._sweep()
-            free = np.flatnonzero(self._table[:, 0] == 0)
-        if not len(free):
-            raise ReplayError(f"{_ENTRIES} writers write at once, more than a buffer can note")
-        return int(free[0])
-
-    def _place(self, count: int) -> int:
-        slots, cursor = self.slots, int(self._h[_CURSOR])
-        first = cursor
-        while first + count <= cursor + 2 * slots:
-            after = self._blocked_until(first, count)
-            if after is None:
-                return first
-            first = after
-        raise ReplayError(
-            f"{count} rows cannot be reserved in a buffer of {slots}: too many of its rows are "
-            "being written; make max_size larger than what all writers hold at once"
-        )
-
-    def _blocked_until(self, first: int, count: int) -> int | None:
-        if not any(self.sequence[a:b].min() < 0 for a, b, _ in self.pieces(first, count)):
-            return None
-        self._sweep()
-        slots = self.slots
-        for owner, held, rows in self._table.tolist():
-            behind, ahead = (first - held) % slots, (held - first) % slots
-            if owner and behind < rows:
-                return first + rows - behind
-            if owner and ahead < count:
-                return first + ahead + rows
-        return None
-
-    def _sweep(self) -> None:
-        """Revoke the reservations of dead processes."""
-        for entry in np.flatnonzero(self._table[:, 0]).tolist():
-            owner, first, count = self._table[entry].tolist()
-            if not self.lock.alive(owner):
-                self._enact(_REVOKE, Reservation(entry, owner, first, count, 0))
-
-    def _check_held(self, reservation: Reservation) -> None:
-        entry = self._table[reservation.entry].tolist()
-        if entry != [reservation.owner, reservation.first, reservation.rows]:
-            raise ReplayError(f"{reservation} is not held (any more): committed or revoked before")
-
-    def _enact(
-        self,
-        op: int,
-        reservation: Reservation,
-        cursor: int | None = None,
-        count: int | None = None,
-        live: int | None = None,
-    ) -> None:
-        """Write the change down, then do it."""
+    def _begin(self, op: int, cursor: int, count: int) -> None:
+        """Note a change of the index before it is made; inside `section`."""
         h = self._h
-        h[_ENTRY], h[_OWNER], h[_FIRST], h[_N], h[_AUTHOR] = reservation
-        h[_TO_CURSOR] = h[_CURSOR] if cursor is None else cursor
-        h[_TO_COUNT] = h[_COUNT] if count is None else count
-        h[_TO_LIVE] = h[_LIVE] if live is None else live
-        h[_TO_CHANGES] = h[_CHANGES] + 1
+        if h[_OP]:
+            raise ReplayError(
+                "this thread was already writing to this replay buffer: a signal handler writes to "
+                "it in the middle of extend(). Set a flag in the handler, and write after extend()"
+            )
+        h[_TO_CURSOR], h[_TO_COUNT] = cursor, count
         h[_OP] = op
-        self._apply()
 
-    def _recover(self) -> None:
-        if self._h[_OP] == _LOAD:
-            # What was to be shown cannot be known any more; the positions are used up.
-            self._h[_CURSOR] = self._h[_TO_CURSOR]
-            self.empty()
-            return
-        reserving = self._h[_OP] == _RESERVE
-        words = (_ENTRY, _OWNER, _FIRST, _N, _AUTHOR)
-        reservation = Reservation(*(int(self._h[word]) for word in words))
-        self._apply()
-        if reserving:
-            self._enact(_REVOKE, reservation)
-
-    def _apply(self) -> None:
-        """Make the change that is written down; a second call changes nothing."""
+    def _end(self, count: int, live: int) -> None:
         h = self._h
-        op, first, count = int(h[_OP]), int(h[_FIRST]), int(h[_N])
-        if op == _EMPTY:
-            np.minimum(self.sequence, 0, out=self.sequence)
-            h[_BASE] = first
-            h[_EPOCH] += 1
-        else:
-            self._number(first, count, int(h[_AUTHOR]), op)
-            row = self._table[int(h[_ENTRY])]
-            row[1], row[2] = first, count
-            row[0] = h[_OWNER] if op == _RESERVE else 0
-        h[_CURSOR], h[_COUNT], h[_LIVE] = h[_TO_CURSOR], h[_TO_COUNT], h[_TO_LIVE]
-        h[_CHANGES] = h[_TO_CHANGES]
+        h[_COUNT], h[_LIVE], h[_CURSOR] = count, live, h[_TO_CURSOR]
+        h[_CHANGES] += 1
         h[_OP] = 0
 
-    def _number(self, first: int, count: int, author: int, op: int) -> None:
-        if len(self._ramp) < count:
-            self._ramp = np.arange(count, dtype=np.int64) << _AUTHOR_BITS
-        for start, stop, offset in self.pieces(first, count):
-            out = self.sequence[start:stop]
-            base = (first + offset + 1) << _AUTHOR_BITS | author & _AUTHOR_MASK
-            # Ufuncs store whole words, which a plain copy of bytes does not promise.
-            if op == _COMMIT:
-                np.add(self._ramp[: stop - start], base, out=out)
-            elif op == _RESERVE:
-                np.subtract(-base, self._ramp[: stop - start], out=out)
-            else:
-                np.multiply(self._ramp[: stop - start], 0, out=out)
+    def _settle(self) -> None:
+        """Complete or undo a change that was begun; a second call changes nothing."""
+        h, numbers, count = self._h, self.sequence, int(self._h[_TO_COUNT])
+        if h[_OP] == _COMPLETE:
+            np.absolute(numbers, out=numbers)
+        elif h[_OP] == _COPY:
+            np.maximum(numbers, 0, out=numbers)
+            count = self.count
+        else:
+            np.multiply(numbers, 0, out=numbers)
+            h[_BASE] = h[_TO_CURSOR] = self._lap_after(int(h[_TO_CURSOR]))
+            h[_EPOCH] += 1
+        self._end(count, int(np.count_nonzero(numbers > 0)))
 
 
 def check_snapshot(state: Mapping[str, Any], slots: int) -> None:

@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
-from gleanrl.memory.replay.ring import STEP, Reservation, RingIndex, Words
+from gleanrl.memory.replay.ring import STEP, RingIndex, Words
 from gleanrl.memory.tensor_files import dtype_name, dtype_named
 from gleanrl.memory.trees import groups_of, nest
 
@@ -400,13 +400,13 @@ class SuccessorLinks:
     """Links the rows of one storage to their successors, and gives out its overflow places.
 
     Every row has a *link*, the place of its successor's observation. Where the next row of the same
-    reservation begins with the very bits, that is the next row's place. The successors of all other
-    rows (the last row of a reservation, ends of episodes, rows of other trajectories side by side)
+    `extend` begins with the very bits, that is the next row's place. The successors of all other
+    rows (the last row of an `extend`, ends of episodes, rows of other trajectories side by side)
     are *unlinked*: they are kept in *overflow* places behind those of the ring. Bits are compared,
     not ids or flags, so no sample differs from the data that was stored.
 
-    A row never outlives what it links to: places are reserved in order, so the next row of a
-    reservation is never taken before the row itself, and an overflow place is free only when the
+    A row never outlives what it links to: places are taken in order, so the next row of an
+    `extend` is never overwritten before the row itself, and an overflow place is free only when the
     row that has it was overwritten. There are as many overflow places as rows, so there is always
     one; memory is touched only as far as they were ever needed.
     """
@@ -425,18 +425,19 @@ class SuccessorLinks:
             for key in rows.layout.dedup
         ]
 
-    def link(
-        self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int, count: int
-    ) -> None:
-        """Store the successors of ``count`` reserved rows, from ``offset`` on in ``values``."""
+    def link(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
+        """Store the successors of ``count`` rows from position ``first`` on.
+
+        In ``values`` they begin at ``offset``. Inside `RingIndex.append`.
+        """
         rows, envs = self._rows, self._envs
-        slot = (reservation.first + 1 + np.arange(count, dtype=np.int64)) % rows.slots
+        slot = (first + 1 + np.arange(count, dtype=np.int64)) % rows.slots
         links = (slot[:, None] * envs + np.arange(envs)).reshape(-1)
         unlinked = np.flatnonzero(self._unlinked(values, offset, count))
         row = unlinked // envs
-        overflow = rows.frames + self._claim(reservation.first + 1 + row)
+        overflow = rows.frames + self._claim(first + 1 + row)
         links[unlinked] = overflow
-        for start, stop, ahead in self._ring.pieces(reservation.first, count):
+        for start, stop, ahead in self._ring.pieces(first, count):
             part = links[ahead * envs : (ahead + stop - start) * envs]
             # A ufunc stores whole words: others may read a link while it changes.
             np.add(part, 0, out=self._links[start * envs : stop * envs])
@@ -480,15 +481,14 @@ class SuccessorLinks:
     def _claim(self, numbers: Words) -> Words:
         """Return an overflow place for each row with these position numbers."""
         ring, need = self._ring, len(numbers)
-        with ring.section():
-            places = self._free(need)
-            if len(places) < need:
-                first, missing = ring.overflow, need - len(places)
-                self.grow(min(self._rows.frames, first + max(missing, first // 4)))
-                places = np.concatenate([places, np.arange(first, first + missing)])
-            self._owners[places] = numbers
-            if need:
-                ring.overflow_next = int(places[-1]) + 1
+        places = self._free(need)
+        if len(places) < need:
+            first, missing = ring.overflow, need - len(places)
+            self.grow(min(self._rows.frames, first + max(missing, first // 4)))
+            places = np.concatenate([places, np.arange(first, first + missing)])
+        self._owners[places] = numbers
+        if need:
+            ring.overflow_next = int(places[-1]) + 1
         return places
 
     def _free(self, need: int) -> Words:

@@ -412,7 +412,7 @@ class PrioritizedSampler(Sampler):
         return raised
 
     def _follow(self, storage: Storage) -> None:
-        """Set the first priority of rows that were committed since the last call.
+        """Set the first priority of rows that were completed since the last call.
 
         The version is taken first: what changes meanwhile is looked at again.
         """

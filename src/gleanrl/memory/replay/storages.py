@@ -23,7 +23,6 @@ from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
 from gleanrl.memory.replay.ring import (
     STEP,
     Author,
-    Reservation,
     RingIndex,
     check_snapshot,
     written_by,
@@ -145,7 +144,7 @@ class Storage:
     def extend(self, data: Any, dim: int) -> torch.Tensor:
         """Store ``data`` in place of the oldest rows; of more rows than fit, the last ones.
 
-        Reserve, copy, commit: rows become visible when they are complete.
+        Other writers wait meanwhile. Rows become visible when all are complete.
 
         Args:
             data: Rows along dimension ``dim``.
@@ -156,36 +155,16 @@ class Storage:
         """
         values, count = self.prepare(data, dim)
         slots = self.ring.slots
-        skipped = max(0, count - slots)
-        if not self.shared:
-            # No reader may look before the rows are complete: one section around all of it.
-            with self.ring.section():
-                return self._append(values, skipped, count - skipped, skipped)
-        # A part of the ring at a time, so that several writers of long batches find room.
-        part = max(1, slots // 4)
-        places = [
-            self._append(values, start, min(part, count - start), skipped * (not n))
-            for n, start in enumerate(range(skipped, count, part))
-        ]
-        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-
-    def _append(self, values: Any, offset: int, count: int, skipped: int) -> torch.Tensor:
-        if not count:
+        rows = min(count, slots)
+        if not rows:
             return torch.empty(0, dtype=torch.int64)
-        ring = self.ring
-        reservation = ring.reserve(count)
-        try:
-            self.write(reservation, values, offset)
-        except BaseException:
-            ring.revoke(reservation)
-            raise
-        ring.commit(reservation, count + skipped)
-        first = reservation.first % ring.slots
-        places = torch.arange(first, first + count)
-        return places if first + count <= ring.slots else places % ring.slots
+        with self.ring.append(rows, count) as first:
+            self.write(first, rows, values, count - rows)
+        places = torch.arange(first % slots, first % slots + rows)
+        return places if first % slots + rows <= slots else places % slots
 
-    def write(self, reservation: Reservation, values: Any, offset: int) -> None:
-        """Write reserved rows from ``offset`` on in prepared data."""
+    def write(self, first: int, rows: int, values: Any, offset: int) -> None:
+        """Write ``rows`` rows of ``values``, from ``offset`` on, to positions from ``first`` on."""
         raise NotImplementedError
 
     @property
@@ -357,16 +336,16 @@ class LazyTensorStorage(Storage):
             )
         return values, values[0].shape[0]
 
-    def write(self, reservation: Reservation, values: Sequence[torch.Tensor], offset: int) -> None:
+    def write(self, first: int, rows: int, values: Sequence[torch.Tensor], offset: int) -> None:
         """Copy prepared leaves, and link successors first if they are deduplicated."""
-        rows, count = self._rows, reservation.rows
-        assert rows is not None
+        stored = self._rows
+        assert stored is not None
         if self._successors is not None:
-            self._successors.link(reservation, values, offset, count)
-        for start, stop, ahead in self.ring.pieces(reservation.first, count):
-            first, last = offset + ahead, offset + ahead + stop - start
-            for tensor, place in zip(rows.tensors, rows.kept, strict=False):
-                tensor[start:stop].copy_(values[place][first:last].detach())
+            self._successors.link(first, rows, values, offset)
+        for start, stop, ahead in self.ring.pieces(first, rows):
+            begin, end = offset + ahead, offset + ahead + stop - start
+            for tensor, place in zip(stored.tensors, stored.kept, strict=False):
+                tensor[start:stop].copy_(values[place][begin:end].detach())
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         rows = self._rows or self.rows
@@ -607,9 +586,9 @@ class ListStorage(Storage):
         items = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
         return items, len(items)
 
-    def write(self, reservation: Reservation, values: Sequence[Any], offset: int) -> None:
+    def write(self, first: int, rows: int, values: Sequence[Any], offset: int) -> None:
         """Keep references to items."""
-        for start, stop, ahead in self.ring.pieces(reservation.first, reservation.rows):
+        for start, stop, ahead in self.ring.pieces(first, rows):
             self.items.extend([None] * (stop - len(self.items)))
             self.items[start:stop] = values[offset + ahead : offset + ahead + stop - start]
 
