@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -158,6 +159,8 @@ def main() -> None:
         (*pairs[n % len(pairs)], draw.choice((0.0, draw.uniform(0, 0.05))), draw.choice((0, 1e-6)))
         for n in range(options.exits)
     ]
+    # A shell's background job ignores Ctrl-C, and so would the scripts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warm.open_door()
     events: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
