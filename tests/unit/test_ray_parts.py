@@ -1,82 +1,16 @@
 """The parts of Ray collectors that need no Ray."""
 
-import gc
-import mmap
 import sys
-import tempfile
 import types
 
-import numpy as np
 import pytest
-import torch
 
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncScheme
-from gleanrl.core import messages as m
-from gleanrl.core.layout import Field, Layout
-from gleanrl.engine.batches import BatchOptions, SlabSlots
-from gleanrl.memory.arena import Arena, Order, Slab
-from gleanrl.transport.data_plane import RolloutBlock
 from gleanrl.transport.peer import RemoteFlag
 from gleanrl.transport.ray import (
     Session,
-    StoreLender,
     check_options,
 )
-
-FIELDS = (
-    Field(("observation",), (3,), torch.float32),
-    Field(("done",), (1,), torch.bool),
-    Field(("half",), (), torch.bfloat16),
-    Field(("none",), (0,), torch.float64),
-)
-LAYOUT = Layout((2,), FIELDS)
-
-
-LARGE = Layout((2,), (Field(("observation",), (1 << 16,), torch.uint8), *FIELDS[1:]))
-
-
-def large(arena):
-    """A rollout that came in memory of its own, which numpy calls read-only."""
-    sent = RolloutBlock(arena.reference(0, 0))
-    values = torch.arange(2 * 4 << 16).view(2, 4, -1) % 251
-    sent.window.tensor(("observation",)).copy_(values)
-    block = sent.bytes.numpy()
-    block.flags.writeable = False
-    return block
-
-
-def test_a_large_rollout_is_handed_out_where_it_lies_until_a_part_of_the_store_is_lent():
-    gc.collect()  # what other tests were lent counts, too
-    arena = Arena(Slab([LARGE], [4], Order.TIME), 2)
-    slots, lender = SlabSlots(arena, 2, BatchOptions()), StoreLender(lambda: 9 << 20)
-    blocks = [large(arena) for _ in range(5)]
-    lent = [lender.lend(block) for block in blocks]
-    assert [block is not None for block in lent] == [True] * 4 + [False]
-    batch = slots.hand_over(slots.acquire(), [m.Report(4, 8, 0, block=lent.pop(0))])
-    assert batch["observation"].data_ptr() == blocks[0].ctypes.data
-    assert batch["observation"][1, 0].eq(torch.arange(4 << 16, 5 << 16) % 251).all()
-    batch["observation"][0] = 7  # batches are the user's
-    assert blocks[0][0] == 7
-    assert lender.lend(blocks[4]) is None
-    part = batch["observation"][1]
-    del batch
-    assert lender.lend(blocks[4]) is None
-    del part
-    assert StoreLender(lambda: 9 << 20).lend(blocks[4]) is not None
-    lent.append(lender.lend(blocks[4]))
-    assert lent[-1] is not None
-    assert StoreLender(lambda: 9 << 20).lend(blocks[4]) is None  # one store for all
-
-
-def test_what_is_small_or_may_not_be_written_is_copied():
-    block = large(Arena(Slab([LARGE], [4], Order.TIME), 1))
-    assert StoreLender(lambda: 1 << 30).lend(block[: 1 << 17]) is None
-    with tempfile.TemporaryFile() as file:
-        file.write(bytes(block.nbytes))
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), block.nbytes, prot=mmap.PROT_READ)
-        assert StoreLender(lambda: 1 << 30).lend(np.frombuffer(mapped, np.uint8)) is None
-    assert StoreLender(lambda: 1 << 30).lend(block) is not None
 
 
 def test_a_byte_tells_only_changes():

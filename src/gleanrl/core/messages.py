@@ -197,9 +197,6 @@ class Report:
     measured: Sequence[float] | None = field(default=None, compare=False)
     """Seconds in environments, policy and resets if the source measured them; the worker then knows
     their shares, and sets all times."""
-    block: Any = None
-    """The rollout, if the backend leaves it where it arrived instead of in the window: a writable
-    uint8 array, laid out like a slab of this worker alone. Set in the learner's process only."""
 
 
 @dataclass(frozen=True, slots=True)

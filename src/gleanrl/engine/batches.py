@@ -217,8 +217,8 @@ class SlabSlots(Slots):
     The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
     write the next one into. Then it is copied into ordinary memory and its slot used again: the
     collector never waits for the user to let go, and a batch never changes while the user holds it.
-    A rollout that the backend has left elsewhere is handed out there. Where a rollout did not fit
-    the layout and travelled as a payload, the whole batch is put together from payloads and copies.
+    Where a rollout did not fit the layout and travelled as a payload, the whole batch is put
+    together from payloads and copies.
     """
 
     def __init__(self, arena: Arena, slots: int, options: BatchOptions, cat_dim: int = 0) -> None:
@@ -227,8 +227,6 @@ class SlabSlots(Slots):
         self._stacked = arena.slab.order is Order.STACKED
         self._trim = options.trim and not self._stacked
         self._cat_dim = cat_dim
-        self._elsewhere = False
-        """Whether the last batch did not lie in its slot."""
         self._prepared: tuple[int, Array, list[TensorDict]] | None = None
         self.copies, self.nbytes = 0, arena.nbytes
         self._shapes = arena.slab.batch_shapes
@@ -245,8 +243,6 @@ class SlabSlots(Slots):
 
     def prepare(self, slot: int) -> None:
         """Make the tensors of a batch while workers write it: they stand still afterwards."""
-        if self._elsewhere:  # most likely the next one will be, too
-            return
         base, groups = self._arena.view(slot)
         self._prepared = slot, base, self._parts(groups)
 
@@ -257,14 +253,11 @@ class SlabSlots(Slots):
         """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
         if any(report.payload is not None for report in reports):
             return self._opened(slot, reports)
-        block = reports[0].block if reports else None
-        if block is None and self._arena.has_free():
+        if self._arena.has_free():
             return self._batch(self._leased(slot), reports)
-        self._prepared, self._elsewhere = None, block is not None
-        if block is None:
-            self.copies += 1
-        views = self._arena.copy(slot) if block is None else self._arena.views_over(block)
-        batch = self._batch(self._parts(views), reports)
+        self._prepared = None
+        self.copies += 1
+        batch = self._batch(self._parts(self._arena.copy(slot)), reports)
         self._arena.release(slot)
         return batch
 
@@ -289,7 +282,6 @@ class SlabSlots(Slots):
 
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:
-            self._elsewhere = False
             self.prepare(slot)
         assert self._prepared is not None
         _, base, parts = self._prepared

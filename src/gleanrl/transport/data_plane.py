@@ -33,11 +33,8 @@ class Transfer(Protocol):
     def over(self) -> bool:
         """Whether it is known to have ended."""
 
-    def finish(self) -> Array | None:
-        """Wait for the end of it; once over, do nothing.
-
-        Returns:
-            Where it has arrived, uint8, if that is not the memory it was to be received into.
+    def finish(self) -> None:
+        """Wait for the end of the transfer; once over, do nothing.
 
         Raises:
             RuntimeError: the other side is gone, or stood still for too long; the pair is of no
@@ -55,14 +52,8 @@ class Pair(Protocol):
             RuntimeError: the other side is gone.
         """
 
-    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
-        """Begin to receive into ``tensor``, which is whole once the transfer is finished.
-
-        Args:
-            tensor: uint8 memory.
-            tag: What it is about.
-            whole: Whether ``tensor`` is all of a batch, which may be left where it arrives.
-        """
+    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+        """Begin to receive into ``tensor`` (uint8), which is whole once that is finished."""
 
 
 class Connection(Protocol):
@@ -159,9 +150,7 @@ class Landing:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pieces: Sequence[torch.Tensor]
         """Per piece, uint8 memory to receive it into."""
-        self.whole = in_one_piece(reference, plan)
-        """Whether its only piece is the window, and that a whole batch."""
-        if self.whole:
+        if in_one_piece(reference, plan):
             start = reference.blocks[0].offset
             whole = memory[start : start + nbytes]
             self.pieces, self._mark = [whole], _mark_of(whole)
@@ -199,13 +188,13 @@ class Arrival:
     """
 
     def __init__(
-        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor, bool], Transfer]
+        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor], Transfer]
     ) -> None:
         self._ticket, self._landing = ticket, landing
         self._transfers: list[Transfer] = []
         self._error: RuntimeError | None = None
         try:
-            self._transfers += [receive(piece, landing.whole) for piece in landing.pieces]
+            self._transfers += [receive(piece) for piece in landing.pieces]
         except RuntimeError as err:
             self._error = err
 
@@ -216,13 +205,12 @@ class Arrival:
             return True
         return all(transfer.over for transfer in self._transfers)
 
-    def finish(self) -> Array | None:
-        """Wait for it; return where it has arrived if that is not its window."""
+    def finish(self) -> None:
+        """Wait until the rollout is in its window."""
         if self._error is not None:
             raise self._error
-        block = [transfer.finish() for transfer in self._transfers][-1]
-        mark = self._landing.mark if block is None else int(_mark_of(torch.from_numpy(block))[0])
-        if mark != self._ticket:
+        for transfer in self._transfers:
+            transfer.finish()
+        if self._landing.mark != self._ticket:
             raise RuntimeError("it did not come whole")
         self._landing.settle()
-        return block

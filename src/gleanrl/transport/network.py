@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,7 +19,6 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import (
     ROLLOUT_TAG,
     WEIGHTS_TAG,
@@ -186,30 +185,23 @@ class Node(ChannelPeer):
             landing = Landing(self._backend.open_window(reference), reference)
             self._landings[reference.slot] = landing
         pair = self._pair
-        return Arrival(
-            ticket, landing, lambda piece, whole: pair.receive(piece, ROLLOUT_TAG, whole)
-        )
+        return Arrival(ticket, landing, lambda piece: pair.receive(piece, ROLLOUT_TAG))
 
     def is_here(self, ticket: int) -> bool:
         """Whether `land` would not have to wait."""
         arrival = self._arriving.get(ticket)
         return arrival is None or arrival.here
 
-    def land(self, ticket: int) -> Array | None:
-        """If ``ticket`` is that of a rollout, see to it that it is in its window.
-
-        Returns:
-            Where the rollout is, if it has arrived elsewhere.
+    def land(self, ticket: int) -> None:
+        """If ``ticket`` is that of a rollout, wait until the rollout is in its window.
 
         Raises:
             RuntimeError: the node was lost meanwhile.
         """
         arrival = self._arriving.get(ticket)
-        if arrival is None:
-            return None
-        block = arrival.finish()
-        del self._arriving[ticket]
-        return block
+        if arrival is not None:
+            arrival.finish()
+            del self._arriving[ticket]
 
     def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
         """Send ``buffer``, which must not change before ``taken`` is called; False: it is gone."""
@@ -394,8 +386,6 @@ class NetworkBackend(RemoteBackend[Node]):
         self._secret = new_secret()
         self._factories: list[bytes] = []
         self._publisher: FlatWeightPublisher | None = None
-        self._elsewhere: dict[int, Array] = {}
-        """Rollouts that have arrived elsewhere than in their windows, by ticket."""
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS[0]
@@ -499,13 +489,6 @@ class NetworkBackend(RemoteBackend[Node]):
             publisher.include(peer)
         self._channels.watch(peer)
 
-    def receive(self, timeout: float | None) -> m.Reply:
-        reply = super().receive(timeout)
-        if self._elsewhere and isinstance(reply, m.Rolled):
-            block = self._elsewhere.pop(reply.ticket, None)
-            return replace(reply, report=replace(reply.report, block=block))
-        return reply
-
     def wait(self, timeout: float) -> None:
         # Nothing tells when a rollout that was announced has landed.
         landing = any(node.announced for node in self._channels.peers())
@@ -560,12 +543,10 @@ class NetworkBackend(RemoteBackend[Node]):
             if not node.is_here(ticket):
                 return
             try:
-                block = node.land(ticket)
+                node.land(ticket)
             except RuntimeError as err:
                 node.announced.clear()
                 raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
-            if block is not None:
-                self._elsewhere[ticket] = block
             self._arrived.append(node.announced[0])
             node.announced.popleft()
 
@@ -612,8 +593,6 @@ class NetworkBackend(RemoteBackend[Node]):
         peer.close()
         peer.announced.clear()  # rollouts it had announced cannot be fetched any more
         self._arrived = deque(f for f in self._arrived if head_of(f)[1] != peer.index)
-        kept = {head_of(frame)[0] for frame in self._arrived}
-        self._elsewhere = {t: block for t, block in self._elsewhere.items() if t in kept}
         if self._publisher is not None:
             self._publisher.forget(peer)
 
@@ -634,7 +613,6 @@ class NetworkBackend(RemoteBackend[Node]):
         nodes = {*self._peers, *self._channels.peers()}
         self._peers = []
         self._arrived.clear()
-        self._elsewhere.clear()
         if not mine:
             _keep_for_ever((self, nodes))
         for node in nodes:

@@ -111,7 +111,7 @@ class ProcessGroupPair:
         there = tensor.to(self._device)
         return _Work(self._group.send([there], self._peer, tag), there, None)
 
-    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
         if self._device.type == "cpu":
             return _Work(self._group.recv([tensor], self._peer, tag), tensor, None)
         there = torch.empty_like(tensor, device=self._device)

@@ -7,12 +7,9 @@ actor's `RayNode.take` returns, weights are one object that all actors are told 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,14 +81,6 @@ session = Session()
 """That of this process."""
 
 
-def store_capacity() -> int:
-    """Return how many bytes Ray's object store on this machine holds; 0 if that is not known."""
-    ray = require_ray()
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["NodeID"] == here]
-    return int(sum(node["Resources"].get("object_store_memory", 0) for node in nodes))
-
-
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of an actor, one CPU by default.
 
@@ -122,96 +111,6 @@ def check_room(options: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-_LARGE = 1 << 18
-"""Bytes of a rollout from which on copying costs more than making its tensors when it is there."""
-_SHARE = 4
-"""One part in so many of Ray's store may be in the hands of the user."""
-
-
-class LentBlock:
-    """A block in Ray's store, as memory that may be written.
-
-    Ray marks what it returns read-only because others might have it, too. A rollout is nobody
-    else's: only the reply refers to it, and that is forgotten when it was taken in.
-    """
-
-    def __init__(self, block: Array) -> None:
-        self._block = block
-        self.nbytes = block.nbytes
-        """Of the store."""
-        _LENT.add(self)
-        plain = block.__array_interface__
-        self.start: int = plain["data"][0]
-        """Its address."""
-        self.__array_interface__ = {**plain, "data": (self.start, False)}
-
-    def keep(self) -> None:
-        """Keep the block until this process ends, whatever becomes of this."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._block))
-
-
-_LENT: weakref.WeakSet[LentBlock] = weakref.WeakSet()
-"""All of this process: they share one store."""
-
-
-def _after_fork() -> None:
-    # A child that let go of a block would tell the store so through its parent's connection, and
-    # the store would give away what the parent still holds. Even the child's end must not do it.
-    for loan in _LENT:
-        loan.keep()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class StoreLender:
-    """Says which rollouts are handed out where they lie in Ray's store."""
-
-    def __init__(self, capacity: Callable[[], int]) -> None:
-        """Lend a part of the ``capacity`` bytes, a function that is called when it matters.
-
-        What other collectors of this process have lent counts, too.
-        """
-        self._capacity = capacity
-        self._limit = 0
-        self._writable: list[range] = []
-
-    def lend(self, block: Array) -> Array | None:
-        """Return ``block``, writable; ``None`` if it has to be copied."""
-        if block.nbytes < _LARGE:
-            return None
-        if not self._limit:
-            self._limit = self._capacity() // _SHARE
-        if sum(loan.nbytes for loan in list(_LENT)) + block.nbytes > self._limit:
-            return None
-        loan = LentBlock(block)
-        if loan.start % 64 or not self._may_be_written(loan):
-            return None
-        return np.asarray(loan)
-
-    def _may_be_written(self, loan: LentBlock) -> bool:
-        """Ask the kernel: a Ray that maps its store read-only would end who writes into it."""
-        first, last = loan.start, loan.start + loan.nbytes - 1
-        if not any(first in known and last in known for known in self._writable):
-            self._writable = writable_memory()
-        return any(first in known and last in known for known in self._writable)
-
-
-def writable_memory() -> list[range]:
-    """Return the addresses that this process may write."""
-    found: list[range] = []
-    try:
-        lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
-    except OSError:  # where there is no such file everything is copied
-        return found
-    for line in lines:
-        place, mode, _ = line.split(maxsplit=2)
-        if mode.startswith("rw"):
-            first, end = place.split("-")
-            found.append(range(int(first, 16), int(end, 16)))
-    return found
-
-
 class RayActors:
     """A launcher whose nodes are actors, and the `DataPlane` between them and the learner."""
 
@@ -230,7 +129,6 @@ class RayActors:
         self.ray, self._options, self._owner = require_ray(), options, os.getpid()
         self._actors: dict[int, tuple[Any, Any]] = {}
         """By node, its actor and what `RayNode.serve` will return."""
-        self.lender = StoreLender(store_capacity)
         self._newest: tuple[bytes, Any] = b"", None
         self.ends_ray = True
         """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
@@ -320,10 +218,10 @@ class RayPair:
         self._sent += 1
         return _Done()
 
-    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
         self._calls.append(self._handle.take.remote())
         self._asked += 1
-        return _Coming(self, self._asked - 1, tensor, self._actors.lender if whole else None)
+        return _Coming(self, self._asked - 1, tensor)
 
     def is_here(self, number: int, timeout: float | None = 0.0) -> bool:
         """Tell whether `take` would not have to wait; wait for that for ``timeout`` seconds."""
@@ -365,18 +263,12 @@ class _Done:
 class _Coming:
     """A `Transfer` from an actor."""
 
-    def __init__(
-        self, pair: RayPair, number: int, tensor: torch.Tensor, lender: StoreLender | None
-    ) -> None:
-        self._pair, self._number, self._tensor, self._lender = pair, number, tensor, lender
+    def __init__(self, pair: RayPair, number: int, tensor: torch.Tensor) -> None:
+        self._pair, self._number, self._tensor = pair, number, tensor
 
     @property
     def over(self) -> bool:
         return self._pair.is_here(self._number)
 
-    def finish(self) -> Array | None:
-        block = self._pair.take(self._number)
-        lent = None if self._lender is None else self._lender.lend(block)
-        if lent is None:
-            np.copyto(self._tensor.numpy(), block)
-        return lent
+    def finish(self) -> None:
+        np.copyto(self._tensor.numpy(), self._pair.take(self._number))

@@ -127,6 +127,6 @@ class ActorPair:
         _actor.out.put(leaving)
         return leaving
 
-    def receive(self, tensor: torch.Tensor, tag: int, whole: bool = False) -> Transfer:
+    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
         self._received += 1
         return _Given(self._received - 1, tensor)
