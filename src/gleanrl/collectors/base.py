@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -29,7 +29,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
-from gleanrl.collectors.weight_schedule import NothingSent, Sending, Update
+from gleanrl.collectors.weight_schedule import NothingSent, Sending
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
 from gleanrl.core.errors import (
@@ -128,8 +128,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _moved = False
     """Whether environments were stepped or reset since they were seeded."""
     _updater: WeightUpdaterBase | None = None
-    _update: Update | None = None
-    """The update in several pieces that is under way."""
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
@@ -513,58 +511,27 @@ class BaseCollector(Handle, IterableDataset[Any]):
         self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
     ) -> None:
         asked = time.monotonic()
-        if self._updater is not None:
-            with self._engine.turn(None):
-                self._run_updater(self._updater, models["policy"], worker_ids, kwargs)
-        elif kwargs:
-            raise ArgumentTypeError(
-                f"unexpected arguments {sorted(kwargs)}: there is no weight updater to take them"
-            )
-        else:
-            self._publish(models, worker_ids)
+        with self._engine.turn(None):
+            if self._updater is not None and not self._models.updater_runs:
+                self._models.chosen(worker_ids)  # refuses those that do not exist
+                with self._models.one_version(by_updater=True) as update:
+                    self._updater(
+                        policy_or_weights=models["policy"], worker_ids=worker_ids, **kwargs
+                    )
+                    if not update.published:  # it went another way: only the version is ours
+                        self._publish({}, worker_ids)
+            elif kwargs:
+                raise ArgumentTypeError(
+                    f"unexpected arguments {sorted(kwargs)}: no weight updater takes them"
+                )
+            else:
+                self._publish(models, worker_ids)
         self._watching.published(asked, self._models.number)
 
-    def _run_updater(
-        self,
-        updater: WeightUpdaterBase,
-        weights: Any,
-        worker_ids: Any,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Send weights by ``updater``; all pieces that it sends are one version."""
-        outer = self._update
-        if outer is not None and outer.by_updater:  # the updater itself calls this
-            self.deliver_weights(weights, worker_ids)
-            return
-        self._models.chosen(worker_ids)  # refuses those that do not exist
-        number = self._models.number + 1 if outer is None else outer.version
-        with self._updating(number, by_updater=True) as update:
-            try:
-                updater(policy_or_weights=weights, worker_ids=worker_ids, **kwargs)
-                if not update.published:  # it went another way: only the version is ours to tell
-                    self._publish({}, worker_ids)
-            finally:
-                if update.published:
-                    self._models.continue_from(number)
-
-    @contextmanager
-    def _updating(self, version: int, by_updater: bool = False) -> Iterator[Update]:
-        """Publish everything under ``version`` during a ``with`` block."""
-        outer, self._update = self._update, Update(version, by_updater)
-        try:
-            yield self._update
-        finally:
-            self._update = outer
-
     def _publish(self, models: Mapping[str, Any], worker_ids: Any) -> None:
-        """Publish weights by model id, under the version of the update or the next version."""
+        """Publish weights by model id."""
         self._touched = True
-        with self._engine.turn(None):
-            update = self._update
-            version = None if update is None else update.version
-            workers = self._models.update(models, version, worker_ids)
-            if update is not None:
-                update.published = True
+        workers = self._models.update(models, worker_ids)
         if self._sending is not None:
             self._sending.sent(workers)
 
@@ -578,7 +545,8 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             WeightsError: weights that do not fit; nothing was changed.
         """
-        self._publish({"policy": weights}, worker_ids)
+        with self._engine.turn(None):
+            self._publish({"policy": weights}, worker_ids)
 
     @property
     def weight_updater(self) -> Any:
@@ -659,18 +627,13 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._check_receiver(name)
         known = self._receivers
         wanted = {name: w for name, w in models.items() if not known or known[name].applies}
-        with (
-            self._engine.turn(None),
-            nullcontext() if version is None else self._updating(version),
-        ):
+        with self._engine.turn(None), self._models.one_version(version):
             if self._updater is not None and set(wanted) == {"policy"}:
                 self.update_policy_weights_(wanted["policy"])
             elif wanted:
                 self.update_policy_weights_(weights_dict=wanted)
             elif version is not None:  # only the version moves
                 self._publish({}, None)
-            if version is not None:
-                self._models.continue_from(version)
 
     def _check_receiver(self, model_id: str) -> None:
         """Raise `UnknownModelError` if a parent may not update ``model_id``."""

@@ -47,7 +47,7 @@ class WeightSchedule:
         if self._due and collector._plan.tolerant:
             collector._engine.check()  # workers that were lost meanwhile need no weights
             self._due &= set(collector._engine.dispatcher.alive)
-        if self._due and collector._models.policy is not None:
+        if self._due and collector.learner_policy is not None:
             everybody = len(self._due) == len(self._waiting)
             collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))
 
@@ -65,16 +65,6 @@ class WeightSchedule:
         for worker in workers:
             self._waiting[worker] = 0
             self._due.discard(worker)
-
-
-@dataclass(slots=True)
-class Update:
-    """An update in several pieces, by a weight updater or a parent: all of them are one version."""
-
-    version: int
-    by_updater: bool
-    published: bool = False
-    """Whether anything was published."""
 
 
 class NothingSent:

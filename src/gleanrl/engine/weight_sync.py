@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ _POLICY = "policy"
 _CPU = torch.device("cpu")
 
 
+@dataclass(slots=True)
+class Update:
+    """An update of weights, perhaps in several pieces."""
+
+    number: int
+    """The version of all of its pieces."""
+    by_updater: bool
+    published: bool = False
+    """Whether anything was published."""
+
+
 class Models:
     """Publishes weights to the worker of an in-process engine.
 
@@ -62,6 +74,8 @@ class Models:
         """The learner's policy, ``None`` if a factory made it."""
         self._schemes = dict(schemes or {})
         self._version = version if version is not None else PolicyVersion()
+        self._update: Update | None = None
+        """The update under way."""
 
     @property
     def number(self) -> int:
@@ -105,15 +119,36 @@ class Models:
         """Return the only worker, whatever a weight updater calls it."""
         return [0]
 
-    def update(
-        self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
-    ) -> list[int]:
+    @property
+    def updater_runs(self) -> bool:
+        """Whether a weight updater is making the update under way."""
+        return self._update is not None and self._update.by_updater
+
+    @contextmanager
+    def one_version(self, number: int | None = None, by_updater: bool = False) -> Iterator[Update]:
+        """Make all updates in a ``with`` block one update.
+
+        Args:
+            number: Its version; by default that of the update around it, or the next one.
+            by_updater: Whether a weight updater makes it.
+        """
+        outer = self._update
+        if number is None:
+            number = self.number + 1 if outer is None else outer.number
+        self._update = update = Update(number, by_updater)
+        try:
+            yield update
+        finally:
+            self._update = outer
+            if update.published:
+                self._version.set_number(number)
+
+    def update(self, sources: Mapping[str, Any], worker_ids: Any = None) -> list[int]:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
             sources: Per model id a module, a `TensorDict`, a state dict or ``None``; with workers
                 also, by worker index, a dictionary of these for each worker that is updated.
-            version: The version they get, which is not counted then; the next one by default.
             worker_ids: Which workers: indices, devices, or a list of them; ``None`` for those that
                 ``sources`` name by index, else all.
 
@@ -127,6 +162,17 @@ class Models:
             PolicyTypeError: nothing was given, and there is no policy to take weights from.
             WorkerDied: a worker's process ended.
         """
+        update = self._update
+        number = self.number + 1 if update is None else update.number
+        workers = self._deliver(sources, worker_ids, number)
+        if update is None:
+            self._version.set_number(number)
+        else:
+            update.published = True
+        return workers
+
+    def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
+        """Publish weights as version ``number``; return the workers that were updated."""
         models: dict[str, Any] = {}
         for model_id, source in sources.items():
             if source is None and model_id != _POLICY:
@@ -142,10 +188,7 @@ class Models:
                 models[model_id] = weights_of(source)
                 if not models[model_id] and source is self.policy:
                     warn_of_no_weights(source)
-        number = self.number + 1 if version is None else version
         self._engine.request(0, m.Load(m.Snapshot(number, models)))
-        if version is None:
-            self._version.increment_version()
         return [0]
 
     def policy_state(self) -> dict[str, Any]:
@@ -217,7 +260,7 @@ class WeightSync(Models):
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(weights)
             if made_by_factory and weights:
-                self.update({_POLICY: None}, version=0)  # workers start with these weights
+                self._deliver({_POLICY: None}, None, 0)  # workers start with these weights
         self._devices = [home if device is None else device for device in devices]
 
     def running(self, model_id: str) -> Any:
@@ -256,16 +299,11 @@ class WeightSync(Models):
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def update(
-        self, sources: Mapping[str, Any], version: int | None = None, worker_ids: Any = None
-    ) -> list[int]:
+    def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
         self._engine.check_alive()
         workers = self._recipients(sources, worker_ids)
-        number = self._version.number + 1 if version is None else version
         if len(workers) < self._engine.workers or not self._published(sources, number):
             self._send(sources, workers, number)
-        if version is None:
-            self._version.set_number(number)
         return workers
 
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
