@@ -61,7 +61,7 @@ def parts() -> Parts:
     from gleanrl.core.returns import NONE_ENDED
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import Tracker
-    from gleanrl.transport.worker import Worker
+    from gleanrl.transport.worker_loop import Worker
     from gleanrl.watch.watching import Watching
 
     return [
@@ -138,7 +138,7 @@ def sending(envs: int, steps: int) -> float:
     """
     from gleanrl.core import messages
     from gleanrl.core.returns import NONE_ENDED, head_of
-    from gleanrl.transport import frames
+    from gleanrl.transport import wire
 
     rewards, ends = np.ones((envs, steps), np.float32), np.ones((2, envs * steps // 20), np.int64)
     both = head_of(rewards) + rewards.tobytes() + ends.tobytes()
@@ -149,8 +149,8 @@ def sending(envs: int, steps: int) -> float:
         report = messages.Report(steps, envs * steps, 0, ended=bytes(bytearray(ended)))
         others.__iadd__(1.0)
         begin = time.perf_counter()
-        os.write(sink, frames.frame_of(messages.Rolled(0, 1, report)))
-        frames.reply_in(os.read(source, 1 << 16))
+        os.write(sink, wire.frame_of(messages.Rolled(0, 1, report)))
+        wire.reply_in(os.read(source, 1 << 16))
         return time.perf_counter() - begin
 
     found = [once(both) - once(NONE_ENDED) for _ in range(2000)]

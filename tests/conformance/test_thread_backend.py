@@ -5,10 +5,10 @@ import threading
 
 from test_backends import BackendConformance
 
-from gleanrl.transport.frames import frame_of
 from gleanrl.transport.peer import RemoteBackend
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.worker import Boot, Inbox, serve
+from gleanrl.transport.wire import frame_of
+from gleanrl.transport.worker_loop import Boot, Inbox, serve
 
 
 class ThreadEndpoint:

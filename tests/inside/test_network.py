@@ -11,7 +11,7 @@ import pytest
 import rig
 
 from gleanrl import CollectorTimeout, DistributedCollector, WorkerDied
-from gleanrl.transport.worker import Surroundings
+from gleanrl.transport.worker_loop import Surroundings
 from gleanrl.transport.zygote import NODE, Zygote
 
 # Of this process's own: hosts that a killed run left behind would answer in place of ours.

@@ -19,7 +19,7 @@ from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
-from gleanrl.transport.worker import OpenWindow, Worker
+from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, name_
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.pickling import pickled
-from gleanrl.transport.worker import OpenWindow, Worker
+from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 
 class InlineBackend:

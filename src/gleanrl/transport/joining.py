@@ -8,7 +8,7 @@ A node and a learner show each other that they know the same secret:
 
 Sizes are fixed and nothing is unpickled: a stranger gets no further than this. Both sides derive
 keys from the secret and all that was said, and every later frame is authenticated with these (see
-`transport.frames`). Who passes this introduction on therefore knows no key, and can neither change
+`transport.wire`). Who passes this introduction on therefore knows no key, and can neither change
 nor add anything. Addresses are no part of it, so that tunnels and address translators may be in
 between. Frames are not encrypted.
 """

@@ -28,7 +28,13 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
-from gleanrl.transport.frames import (
+from gleanrl.transport.interrupts import Deferred, interruptible
+from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
+from gleanrl.transport.launchers import Launcher
+from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
+from gleanrl.transport.pickling import pickled_each
+from gleanrl.transport.process_group import ProcessGroups
+from gleanrl.transport.wire import (
     BEAT,
     KEY,
     LEAVE,
@@ -40,13 +46,7 @@ from gleanrl.transport.frames import (
     key_frame,
     read_key,
 )
-from gleanrl.transport.interrupts import Deferred, interruptible
-from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
-from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
-from gleanrl.transport.pickling import pickled_each
-from gleanrl.transport.process_group import ProcessGroups
-from gleanrl.transport.worker import Boot, OpenWindow
+from gleanrl.transport.worker_loop import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
 _GRACE = 1.0

@@ -19,7 +19,8 @@ from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
 from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, RolloutBlock, Transfer
-from gleanrl.transport.frames import (
+from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
+from gleanrl.transport.wire import (
     BEAT,
     KEY,
     LEAVE,
@@ -33,8 +34,7 @@ from gleanrl.transport.frames import (
     key_frame,
     read_key,
 )
-from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
-from gleanrl.transport.worker import Asked, Boot, Inbox, WeightReceiver, serve
+from gleanrl.transport.worker_loop import Asked, Boot, Inbox, WeightReceiver, serve
 from gleanrl.weights.buffers import FlatBuffer
 
 _LAST = 5.0

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.platforms import require_linux
-from gleanrl.transport.frames import Channel, CommandWriter, reply_in
+from gleanrl.transport.wire import Channel, CommandWriter, reply_in
 
 
 class RemoteFlag:

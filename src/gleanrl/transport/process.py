@@ -17,11 +17,11 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
-from gleanrl.transport.frames import Channel
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend
 from gleanrl.transport.pickling import pickled_each
-from gleanrl.transport.worker import Boot, Surroundings
+from gleanrl.transport.wire import Channel
+from gleanrl.transport.worker_loop import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 

@@ -285,9 +285,9 @@ def main(fd: int, owner: int = -1) -> None:
     code = 1
     try:
         preload(_import_pandas)  # once, for all workers
-        from gleanrl.transport import node, worker
+        from gleanrl.transport import node, worker_loop
 
-        works: Mapping[bytes, Callable[..., None]] = {WORKER: worker.main, NODE: node.main}
+        works: Mapping[bytes, Callable[..., None]] = {WORKER: worker_loop.main, NODE: node.main}
         _Zygote(socket.socket(fileno=fd), owner, works).run()
         code = 0
     except BaseException:

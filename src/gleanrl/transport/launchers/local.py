@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.joining import Invitation
 from gleanrl.transport.process import zygote
-from gleanrl.transport.worker import Surroundings
+from gleanrl.transport.worker_loop import Surroundings
 from gleanrl.transport.zygote import NODE, exit_text
 
 LOOPBACK = "127.0.0.1"

@@ -22,24 +22,22 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import pickle
 import select
 import socket
 import struct
 import sys
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NoReturn
 
 import cloudpickle
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError, WorkerDied, WorkerError, error_text, hide_frames
+from gleanrl.core.errors import GleanError, error_text
 from gleanrl.transport.pickling import dumps
+from gleanrl.transport.remote_errors import RemoteError, raised
 
 _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqq9d")
@@ -139,40 +137,6 @@ def read_key(frame: bytes) -> tuple[str, bytes]:
     return frame[start : start + length].decode(), frame[start + length :]
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteError:
-    """An exception on its way to the learner."""
-
-    error: bytes | None
-    """Class, arguments and attributes, pickled, if they can be."""
-    kind: str
-    message: str
-    traceback: str
-    """Without notes, which stay with the error."""
-    notes: tuple[str, ...] = ()
-    passed_on: bool = False
-    """Whether it was raised in a worker of the worker: ``message`` says where, and what it is."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> RemoteError:
-        """Take down ``error`` with its traceback."""
-        try:
-            pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
-        except Exception:  # whatever the user's exception does when pickled
-            pickled = None
-        hide_frames(error)
-        try:
-            lines = traceback.TracebackException.from_exception(error)
-            lines.__notes__ = []
-            text = "".join(lines.format())
-        except Exception as err:
-            text = f"(the traceback cannot be shown: {type(err).__name__})"
-        notes = tuple(map(str, getattr(error, "__notes__", ())))
-        headline = error.headline if isinstance(error, WorkerError) else ""
-        message = headline or error_text(error)
-        return cls(pickled, type(error).__qualname__, message, text, notes, bool(headline))
-
-
 def frame_of(reply: m.Reply) -> bytes:
     """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
     if isinstance(reply, m.Failed):
@@ -215,44 +179,6 @@ def reply_in(frame: bytes) -> m.Reply:
     if isinstance(reply, m.Failed):
         return m.Failed(worker, ticket, raised(worker, reply.error))  # type: ignore[arg-type]
     return reply
-
-
-def raised(worker: int, remote: RemoteError) -> BaseException:
-    """Return what a worker raised as an error of both its own class and `WorkerError`."""
-    said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
-    headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
-    text = headline
-    if "\n  File " in remote.traceback:  # without frames it is the message once more
-        text += f"\n\nTraceback in worker {worker}:\n{remote.traceback}"
-    plain = WorkerError(text)
-    plain.headline = headline
-    notes = [f"worker {worker}: {note}" for note in remote.notes]
-    for note in notes:
-        plain.add_note(note)
-    if remote.error is None:
-        return plain
-    try:
-        kind, args, attributes = pickle.loads(remote.error)
-        # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
-        error: BaseException = kind.__new__(_both(kind), *args)
-        error.args = args
-        vars(error).update(attributes, _text=text, headline=headline, __notes__=notes)
-        if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
-            error.worker = None
-    except Exception:  # classes that cannot be loaded here, or not combined
-        return plain
-    return error
-
-
-def _both(kind: type[BaseException]) -> type[BaseException]:
-    if issubclass(kind, WorkerError):
-        return kind
-    body = {"__str__": _text, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (WorkerError, kind), body)
-
-
-def _text(self: BaseException) -> str:
-    return str(vars(self)["_text"])
 
 
 _HEADER = struct.Struct("=Q")

@@ -26,7 +26,7 @@ from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.data_plane import Connect
-from gleanrl.transport.frames import Channel, CommandReader, frame_of
+from gleanrl.transport.wire import Channel, CommandReader, frame_of
 from gleanrl.weights.buffers import SharedWeightReceiver
 
 Asked: TypeAlias = m.Command | m.Failed
