@@ -387,8 +387,6 @@ def test_a_state_whose_lost_rows_link_to_nothing_loads():
     state = source.state_dict()
     *_, links, _ = state["storage"]["tensors"]
     links[2] = 15
-    with pytest.raises(ConfigError, match="successors that are not there"):
-        target.load_state_dict(state)
     state["storage"]["stamps"][2] = 0
     target.load_state_dict(state)
     same(target[:], source[[0, 1, 3, 4, 5]])

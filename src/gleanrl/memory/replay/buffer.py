@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import threading
@@ -39,8 +38,6 @@ _ATTEMPTS = 4
 _LOCAL = ("_lock", "_prefetcher", "fill_error")
 """Attributes that every process and every copy makes anew."""
 _NOTHING: Mapping[str, torch.Tensor] = {}
-_NO_STATE = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError)
-"""Errors of reading a state with unexpected contents."""
 
 
 class ReplayBuffer:
@@ -147,7 +144,7 @@ class ReplayBuffer:
         """
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        with self._lock, self._rewound():
+        with self._lock:
             if self._generator is not None:
                 memo[id(self._generator)] = self._generator.clone_state()
             for name, value in vars(self).items():
@@ -333,32 +330,8 @@ class ReplayBuffer:
             return {"storage": rows, **self._sampling_state(), "batch_size": self.batch_size}
 
     def _sampling_state(self) -> dict[str, Any]:
-        with self._rewound():
-            return {"sampler": self._sampler.state_dict(self._storage), "generator": self._random()}
-
-    def _random(self) -> torch.Tensor | None:
-        return None if self._generator is None else self._generator.get_state()
-
-    def _position(self) -> Any:
-        """Return the positions of sampler and generator; under the lock."""
-        return self._sampler.position(), self._random()
-
-    def _seek(self, position: Any) -> None:
-        """Return to a position, because later draws were not delivered."""
-        self._sampler.seek(position[0])
-        if self._generator is not None:
-            self._generator.set_state(position[1])
-
-    @contextlib.contextmanager
-    def _rewound(self) -> Iterator[None]:
-        """Move sampler and generator back to their positions before prefetched samples."""
-        position = self._position()
-        if self._prefetcher is not None:
-            self._seek(self._prefetcher.position())
-        try:
-            yield
-        finally:
-            self._seek(position)
+        generator = None if self._generator is None else self._generator.get_state()
+        return {"sampler": self._sampler.state_dict(self._storage), "generator": generator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, which replaces all rows.
@@ -393,27 +366,21 @@ class ReplayBuffer:
     def _load(
         self, storage: dict[str, Any], sampler: dict[str, Any], random: torch.Tensor | None
     ) -> None:
-        """Replace rows and the states of sampler and generator, or change nothing."""
+        """Replace rows and the states of sampler and generator."""
+        if ("items" in storage) != isinstance(self._storage, ListStorage):
+            kind = "a list" if "items" in storage else "tensors"
+            raise ConfigError(f"a state of {kind} does not fit {type(self._storage).__name__}")
+        if sampler:
+            self._sampler.check_state_dict(sampler)
         with self._lock:
-            try:
-                self._storage.check_state_dict(storage)
-                # What samplers know are places, which mean nothing in a ring of another size.
-                frames = saving.frames_in_place(self._storage, storage)
-                if sampler and frames:
-                    self._sampler.check_state_dict(dict(sampler), frames)
-                if random is not None:
-                    torch.Generator().set_state(random)
-            except _NO_STATE as err:
-                if isinstance(err, ConfigError):
-                    raise
-                raise ConfigError(f"this is no state of a replay buffer: {err!r:.200}") from err
             self._storage.load_state_dict(storage)
             self._forget()
             if self._generator is not None and random is not None:
                 self._generator.set_state(random)
             if self.limiter is not None:
                 self.limiter.restart(self._storage)
-            if sampler and frames:
+            # What samplers know are places, which mean nothing in a ring of another size.
+            if sampler and storage.get("slots") == self._storage.ring.slots:
                 self._sampler.load_state_dict(sampler, self._storage)
             else:
                 self._sampler.restart()
@@ -422,12 +389,10 @@ class ReplayBuffer:
         if self._prefetcher is not None:
             self._prefetcher.forget()
 
-    def _make(self, size: int, ticket: Ticket | None = None) -> tuple[Draw, Any]:
+    def _make(self, size: int, needed: Callable[[], bool] | None = None) -> tuple[Draw, Any]:
         with self._lock:
-            if ticket is not None:
-                if ticket.dropped:
-                    raise CancelledError
-                ticket.position = self._position()
+            if needed is not None and not needed():
+                raise CancelledError
             draw, data = self._draw(size)
         return draw, self._finish(draw, data)
 
@@ -651,18 +616,6 @@ class TensorDictPrioritizedReplayBuffer(PrioritizedReplayBuffer, TensorDictRepla
 Sample: TypeAlias = tuple[Draw, Any]
 
 
-class Ticket:
-    """One sample to make; changed under the buffer's lock only."""
-
-    __slots__ = ("dropped", "future", "position")
-
-    def __init__(self) -> None:
-        self.future: Future[Sample]
-        self.dropped = False
-        self.position: Any = None
-        """The buffer's position before the draw of this sample; ``None`` before that."""
-
-
 class Prefetcher:
     """Makes some samples ahead; returns them in the order of their start."""
 
@@ -671,16 +624,16 @@ class Prefetcher:
         self._buffer = buffer
         self._lock = buffer._lock
         self._number = number
-        self._queue: deque[Ticket] = deque()
-        self._size = 0
+        self._queue: deque[Future[Sample]] = deque()
+        self._size = self._forgotten = 0
         self._pool = ThreadPoolExecutor(1, "gleanrl-prefetch")
         self._pid = os.getpid()
 
     def next(self, size: int) -> Sample:
         """Return the next sample of ``size`` and begin others; raise the present state's errors."""
-        ahead, ticket = self._take(size)
+        ahead, future = self._take(size)
         try:
-            return ticket.future.result()
+            return future.result()
         except ReplayError:
             with self._lock:
                 self.forget()
@@ -693,8 +646,8 @@ class Prefetcher:
         # It could not be made then: what counts is whether it can be made now.
         return self.next(size)
 
-    def _take(self, size: int) -> tuple[bool, Ticket]:
-        """Return the next ticket, and whether an earlier call returned it."""
+    def _take(self, size: int) -> tuple[bool, Future[Sample]]:
+        """Return the next sample to come, and whether an earlier call began it."""
         with self._lock:
             if self._pid != os.getpid():  # a forked child has none of its parent's threads
                 self.forget()
@@ -707,19 +660,14 @@ class Prefetcher:
                 self._size = size
             ahead = bool(self._queue)
             while len(self._queue) <= self._number:
-                ticket = Ticket()
-                ticket.future = self._pool.submit(self._buffer._make, size, ticket)
-                self._queue.append(ticket)
+                self._queue.append(self._pool.submit(self._buffer._make, size, self._needed()))
             return ahead, self._queue.popleft()
 
-    def position(self) -> Any:
-        """Return the buffer's position before the samples not delivered yet; under the lock."""
-        drawn = (ticket.position for ticket in self._queue if ticket.position is not None)
-        return next(drawn, None) or self._buffer._position()
+    def _needed(self) -> Callable[[], bool]:
+        forgotten = self._forgotten
+        return lambda: forgotten == self._forgotten
 
     def forget(self) -> None:
-        """Drop prefetched samples, as if they had never been drawn; under the lock."""
-        self._buffer._seek(self.position())
-        for ticket in self._queue:
-            ticket.dropped = True
+        """Drop prefetched samples; under the lock."""
+        self._forgotten += 1
         self._queue.clear()

@@ -268,7 +268,7 @@ class RingIndex:
         fence()
 
     def restore(self, state: Mapping[str, Any], then: Callable[[], None] | None = None) -> None:
-        """Show the rows of a checked `snapshot`, which were copied; after `clear_for`.
+        """Show the rows of a `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
         for rows that it has seen; in a ring that was never used they stay what they are.

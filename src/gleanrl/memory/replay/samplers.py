@@ -47,6 +47,9 @@ class Draw:
 class Sampler:
     """Chooses complete rows. Each buffer and process has its own, because it has state."""
 
+    STATE: tuple[str, ...] = ()
+    """Entries of `state_dict`."""
+
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
         """Choose ``count`` frames.
 
@@ -74,19 +77,16 @@ class Sampler:
         """Return the sampler's state, for the rows that ``storage`` has now."""
         return {}
 
-    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Check a state before anything is loaded.
-
-        Args:
-            state: What `load_state_dict` will be given.
-            frames: Places of the ring.
-
-        Raises:
-            ConfigError: it is not of such a sampler.
-        """
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse the state of another sampler, before anything is changed."""
+        if lack := sorted(set(self.STATE) - set(state)):
+            raise ConfigError(
+                f"{type(self).__name__} needs a state with {lack}; given: {sorted(state)}, the "
+                "state of another sampler"
+            )
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
-        """Restore a checked state, after the rows of this state."""
+        """Restore a state, after the rows of this state."""
         self.restart()
 
 
@@ -117,6 +117,7 @@ class SamplerWithoutReplacement(Sampler):
         shuffle: In random order; in the order of their places otherwise.
     """
 
+    STATE = ("order",)
     _UNITS = "rows"
     _SHAPE: tuple[int, ...] = (0,)
 
@@ -195,29 +196,13 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
         """Return the rest of the epoch, without rows that were overwritten."""
-        return {"order": self._intact(storage, self._order[..., self._next :], 1)}
-
-    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Refuse values that are not places, or repeat a place."""
-        order = saved_tensor(state, "order", torch.int64)
-        inside = not len(order) or 0 <= int(order.min()) <= int(order.max()) < frames
-        if not inside or len(torch.unique(order)) < len(order):
-            raise ConfigError(f"an epoch over other places than those of {frames} frames: {order}")
+        return {self.STATE[0]: self._intact(storage, self._order[..., self._next :], 1)}
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         numbers = storage.ring.sequence_tensor[: storage.ring.slots]
         # No row ever has the number 1: those that are not complete are none of the epoch's.
-        self._order, self._numbers, self._next = state["order"], numbers.where(numbers > 0, 1), 0
-
-
-def saved_tensor(
-    state: dict[str, Any], name: str, dtype: torch.dtype, ndim: int = 1
-) -> torch.Tensor:
-    """Return a tensor of a sampler's state."""
-    tensor = state.get(name)
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.ndim != ndim:
-        raise ConfigError(f"this sampler's state has {name!r} ({dtype}); given: {sorted(state)}")
-    return tensor
+        self._numbers = numbers.where(numbers > 0, 1)
+        self._order, self._next = state[self.STATE[0]], 0
 
 
 def draw_complete(
@@ -288,6 +273,8 @@ class PrioritizedSampler(Sampler):
         beta: How much weights correct for it; 1 is fully. May be changed at any time.
         eps: Added to every priority.
     """
+
+    STATE = ("priorities", "alpha", "max_priority")
 
     def __init__(self, max_capacity: int, alpha: float, beta: float, eps: float = 1e-8) -> None:
         if not all(0 <= value < math.inf for value in (alpha, beta, eps)):
@@ -450,24 +437,14 @@ class PrioritizedSampler(Sampler):
         priorities = self._tree.leaves.clone()
         return {"priorities": priorities, "alpha": self._alpha, "max_priority": self._max}
 
-    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Refuse values that are not priorities, or have another capacity."""
-        saved, most = saved_tensor(state, "priorities", torch.float64), state.get("max_priority")
-        alpha = state.get("alpha", self._alpha)  # older states have none
-        if len(saved) != self.max_capacity:
-            raise ConfigError(f"{len(saved)} priorities for a capacity of {self.max_capacity}")
-        if not isinstance(most, float) or not (saved >= 0).all() or not saved.sum() < math.inf:
-            raise ConfigError(f"priorities are finite and not negative: {saved}, at most {most!r}")
-        if not isinstance(alpha, float | int):
-            raise ConfigError(f"priorities come with the alpha that they were raised to: {alpha!r}")
-        self._again(saved, alpha, self._alpha)
-        self.raised(torch.tensor([most], dtype=torch.float64))
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
+        self._again(state["priorities"], state["alpha"], self._alpha)
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         self._follow(storage)
-        before = state.get("alpha", self._alpha)
-        raised = self._again(state["priorities"], before, self._alpha)
-        self._tree.set(torch.arange(self.max_capacity), raised)
+        raised = self._again(state["priorities"], state["alpha"], self._alpha)
+        self._tree.set(torch.arange(min(len(raised), self.max_capacity)), raised)
         self._max = state["max_priority"]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.memory import tensor_files
+from gleanrl.memory.replay.ring import check_snapshot
 from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
@@ -26,15 +28,13 @@ _FORMAT = "gleanrl replay buffer"
 _VERSION = 2
 
 
-def frames_in_place(storage: Storage, state: Mapping[str, Any]) -> int:
-    """Return the frames of the ring if rows of a checked state keep their places, else 0."""
-    layout = state.get("layout")
-    envs = 1 if layout is None else RowLayout.from_json(layout.encode()).envs or 1
-    ring = storage.ring
-    slots = ring.slots if ring.ready else storage.max_size // envs
-    return slots * envs if state.get("slots") == slots else 0
-
-
+_SAMPLERS: dict[str, tuple[torch.dtype, int, float]] = {
+    "order": (torch.int64, 1, 0),
+    "segments": (torch.int64, 2, 0),
+    "priorities": (torch.float64, 1, math.inf),
+}
+"""Tensors of samplers: dtype, dimensions and the end of their values, 0 for places."""
+_PRIORITY = ("alpha", "max_priority")
 META = "meta.json"
 FOLDER = re.compile(r"data-[0-9a-f]{32}")
 
@@ -158,11 +158,13 @@ def _read(root: Path) -> dict[str, Any]:
         folder = root / meta["folder"]
         parts: dict[str, Any] = {name: dict(meta[name]) for name in ("storage", "sampler")}
         parts["generator"] = meta.get("generator")
-        return {name: _loaded(part, folder) for name, part in parts.items()}
-    except (OSError, KeyError, TypeError, AttributeError, IndexError, ValueError) as err:
+        state = {name: _loaded(part, folder) for name, part in parts.items()}
+        _check(**state)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError) as err:
         if isinstance(err, ConfigError):
             raise
         raise ConfigError(f"{root} holds no replay buffer that dumps() wrote: {err}") from err
+    return state
 
 
 def _loaded(value: Any, folder: Path) -> Any:
@@ -175,3 +177,40 @@ def _loaded(value: Any, folder: Path) -> Any:
         file = TensorFile.from_json(value, folder)
         return file.load(file.locate(folder))
     return {name: _loaded(item, folder) for name, item in value.items()}
+
+
+def _check(
+    storage: Mapping[str, Any], sampler: Mapping[str, Any], generator: torch.Tensor | None
+) -> None:
+    """Check that no part of a state from files contradicts another one.
+
+    Raises:
+        ConfigError: one does. Other errors mean the same.
+    """
+    if generator is not None:
+        torch.Generator().set_state(generator)
+    if storage["layout"] is None:
+        return
+    layout, slots = RowLayout.from_json(storage["layout"].encode()), storage["slots"]
+    check_snapshot(storage, slots)
+    frames, numbers, tensors = slots * (layout.envs or 1), storage["stamps"], storage["tensors"]
+    lead = (len(numbers),) if layout.envs is None else (len(numbers), layout.envs)
+    expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
+    linked = [field for field in layout.fields if field.key in layout.dedup]
+    expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
+    if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
+        raise ConfigError("the tensors are not of the layout that the description has")
+    if linked:
+        # Rows that were written meanwhile may link to overflow places that were not saved.
+        _check_range("links", tensors[-1 - len(linked)][numbers > 0], frames + len(tensors[-1]))
+    for name, (dtype, ndim, most) in _SAMPLERS.items():
+        if name in sampler:
+            if sampler[name].dtype != dtype or sampler[name].ndim != ndim:
+                raise ConfigError(f"{name!r} of the sampler has another dtype or shape")
+            _check_range(name, sampler[name], most or frames + ndim - 1)
+    _check_range("priorities", torch.tensor([sampler.get(n, 0.0) for n in _PRIORITY]), math.inf)
+
+
+def _check_range(name: str, values: torch.Tensor, end: float) -> None:
+    if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < end:
+        raise ConfigError(f"{name!r} are not from 0 to {end}: {values}")

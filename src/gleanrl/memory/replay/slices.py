@@ -16,7 +16,6 @@ from gleanrl.memory.replay.samplers import (
     Draw,
     Sampler,
     SamplerWithoutReplacement,
-    saved_tensor,
 )
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.shared import fence
@@ -125,6 +124,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         drop_last: Leave out the last batch of an epoch if it has fewer slices.
     """
 
+    STATE = ("segments",)
     _UNITS = "trajectories"
     _SHAPE = (2, 0)
     draw = SamplerWithoutReplacement.draw
@@ -151,14 +151,6 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         self, storage: Storage, chosen: torch.Tensor, length: int, generator: torch.Generator | None
     ) -> Draw:
         return _slices(storage, chosen, self._numbers, length, generator)
-
-    def check_state_dict(self, state: dict[str, Any], frames: int) -> None:
-        """Refuse segments that lie outside the ring."""
-        order = saved_tensor(state, "order", torch.int64, 2)
-        first, length = order if len(order) == 2 else order.new_full((2, 1), -1)
-        inside = bool(((first >= 0) & (first < frames) & (length >= 0) & (length <= frames)).all())
-        if not inside or int(length.sum()) > frames:
-            raise ConfigError(f"an epoch over other rows than those of {frames} frames: {order}")
 
 
 def _column(storage: Storage, key: Key) -> Any:

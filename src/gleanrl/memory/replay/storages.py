@@ -24,7 +24,6 @@ from gleanrl.memory.replay.ring import (
     STEP,
     Author,
     RingIndex,
-    check_snapshot,
     written_by,
 )
 from gleanrl.memory.replay.rows import (
@@ -188,10 +187,6 @@ class Storage:
         """
         raise NotImplementedError
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a state can be loaded, before anything is changed."""
-        raise NotImplementedError
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore rows: at the same places if sizes agree, else the newest by age."""
         with self.ring.section():
@@ -209,14 +204,14 @@ class Storage:
             self.ring.add_count(state["count"] - len(order))
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
-        """Replace all rows by those of a checked state of the same size; inside `section`.
+        """Replace all rows by those of a state of the same size; inside `section`.
 
         No reader sees them before they are complete.
         """
         raise NotImplementedError
 
     def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
-        """Return rows of a checked state as `prepare` takes them."""
+        """Return rows of a state as `prepare` takes them."""
         raise NotImplementedError
 
 
@@ -401,29 +396,6 @@ class LazyTensorStorage(Storage):
         with self.ring.section():
             numbers[numbers != self.ring.sequence_tensor[: len(numbers)]] = 0
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a state contains the tensors of its layout."""
-        if "items" in state:
-            raise ConfigError("this state is of a list, and this buffer's storage holds tensors")
-        if state["layout"] is None:
-            return
-        check_snapshot(state, state["slots"])
-        layout, top = RowLayout.from_json(state["layout"].encode()), len(state["stamps"])
-        lead = (top,) if layout.envs is None else (top, layout.envs)
-        expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-        tensors = state["tensors"]
-        linked = [field for field in layout.fields if field.key in layout.dedup]
-        expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
-        if [(tuple(t.shape), t.dtype) for t in tensors] != expected:
-            raise ConfigError("the tensors of this state are not of the layout that it describes")
-        if linked:
-            # Rows that were written meanwhile may link to overflow places that were not saved.
-            links = tensors[-1 - len(linked)][state["stamps"] > 0]
-            frames = state["slots"] * (layout.envs or 1)
-            places = frames + min(len(tensors[-1]), frames)
-            if links.numel() and not 0 <= int(links.min()) <= int(links.max()) < places:
-                raise ConfigError("this state links rows to successors that are not there")
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("layout") is None:
             self.ring.empty()
@@ -598,13 +570,6 @@ class ListStorage(Storage):
     def state_dict(self, copied: bool = True) -> dict[str, Any]:
         with self.ring.section():
             return {**self.ring.snapshot(), "slots": self.max_size, "items": [*self.items]}
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("items") is None:
-            raise ConfigError("this state is of tensors, and this buffer's storage is a list")
-        check_snapshot(state, state["slots"])
-        if not isinstance(state["items"], list) or len(state["items"]) < len(state["stamps"]):
-            raise ConfigError(f"this state lacks items: it has {len(state['stamps'])} rows")
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
         self.items[:] = state["items"]
