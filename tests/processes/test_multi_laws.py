@@ -296,6 +296,18 @@ def test_training_without_sending_weights_warns_once(kind):
             collector.next()
 
 
+def test_a_resumed_training_that_never_sends_weights_is_warned_of(kind):
+    """Loading a state gives the workers its weights, and says nothing about later ones."""
+    policy = rig.encoded(4)
+    with open_two(kind, policy, backend="inline") as collector:
+        collector.load_state_dict(collector.state_dict())
+        collector.next()
+        train(policy)
+        collector.next()
+        with pytest.warns(UserWarning, match="update_policy_weights_"):
+            collector.next()
+
+
 @pytest.mark.parametrize("way", ["sent", "each batch", "own scheme", "restored", "not trained"])
 def test_weights_that_are_sent_are_not_warned_of(kind, way):
     policy, options = rig.encoded(4), {}

@@ -808,7 +808,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
             self._restart(states)
             self._models.restore(policies)
             if self._sending is not None:
-                self._sending.sent(range(self.num_workers))
+                self._sending.restored(range(self.num_workers))
             self._models.continue_from(max(version for _, version in policies.values()))
             self._budget.delivered = frames
             self._batches = batches

@@ -31,6 +31,8 @@ class EachBatch:
     def sent(self, workers: Sequence[int]) -> None:
         """Ignore weights sent for another reason."""
 
+    restored = sent
+
 
 class WeightSchedule:
     """Sends to a worker every ``interval`` batches, or ``after_each`` of its own batches."""
@@ -66,6 +68,8 @@ class WeightSchedule:
             self._waiting[worker] = 0
             self._due.discard(worker)
 
+    restored = sent
+
 
 class NothingSent:
     """Warns if the learner trains while the workers keep their first weights.
@@ -76,7 +80,7 @@ class NothingSent:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Remember the versions of the learner's ``parameters``, which in-place changes count."""
         self._parameters = parameters
-        self._versions = [parameter._version for parameter in parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
         self._late = 0
         """Batches that began after the learner had changed its parameters."""
 
@@ -100,6 +104,10 @@ class NothingSent:
     def sent(self, workers: Sequence[int]) -> None:
         """Stop checking, because the user knows how to send weights."""
         self._parameters, self._versions = (), []
+
+    def restored(self, workers: Sequence[int]) -> None:
+        """Expect the weights of a loaded state, which the workers have got with the state."""
+        self._versions = [parameter._version for parameter in self._parameters]
 
 
 Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
