@@ -385,7 +385,8 @@ class Evaluator:
             dump_video: Have the environment's transforms write the videos that they recorded, with
                 ``env.transform.dump(step=...)`` after each evaluation; TorchRL's have that.
             on_result: Called with each result, a `TensorDict` of scalars, as soon as it is there;
-                in another thread than the caller's. It may trigger evaluations, not wait for them.
+                in a thread of the evaluator's, inline in the caller's. It may trigger evaluations,
+                not wait for them.
             busy_policy: What `trigger_eval` does while a request is under way: ``"skip"`` (return
                 ``False``), ``"error"``, or ``"queue"``, where every request keeps its weights.
             backend: ``"process"``; ``"ray"``; or ``"inline"``: in this process, which waits.
