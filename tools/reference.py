@@ -121,7 +121,7 @@ EXTRAS = {
     "submitit": "Slurm jobs.",
     "tensorboard": "``TensorBoardLogger``.",
     "test": "For ``python -m pytest``, in a checkout.",
-    "video": "Videos of ``gleanrl inspect --play``.",
+    "video": "Videos of pixels, as in `Start`.",
     "wandb": "``WandbLogger``.",
 }
 """What each extra of pyproject.toml is for."""

@@ -390,6 +390,7 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["inspect", "/nowhere/at/all"], "is not a directory"),
         (["gather"], "there is no command 'gather'"),
         (["colect"], "did you mean collect. .see gleanrl --help"),
+        (["inspect", "X", "--play", "3"], "there is no option --play; .* RecordVideo"),
         (["collect", "X", "--num-env3=2"], "did you mean --num-envs. .see gleanrl collect --help"),
         (["inspect", "X", "Y"], "'Y' is one argument too many .see gleanrl inspect --help"),
         (["collect", "CartPole-v1", "--num_envs=100000000"], "need 500,000,000,000 bytes"),

@@ -8,7 +8,6 @@ from typing import Any
 
 from gleanrl.cli.display import print_table
 from gleanrl.cli.options import InspectOptions
-from gleanrl.cli.replay import play
 from gleanrl.core.errors import GleanError
 from gleanrl.core.platforms import imported
 from gleanrl.memory.tensor_files import dtype_name
@@ -32,7 +31,6 @@ def run(options: InspectOptions) -> int:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
         PlotError: the picture or page that was asked for cannot be drawn or written.
-        ReplayError: the episode that was asked for cannot be shown.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)
@@ -48,8 +46,6 @@ def run(options: InspectOptions) -> int:
         if options.plot is not None:
             raise
         lines.append(("plot", f"none: {err}"))
-    if options.play is not None:
-        lines += play(dataset, options.play, options.video)
     if options.html is not None:
         try:
             save(options.html, page(dataset, stats))

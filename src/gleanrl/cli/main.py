@@ -34,6 +34,11 @@ Examples:
 """
 
 
+_INSTEAD = {
+    "--play": "; wrap the environment in Gymnasium's RecordVideo while it is collected or evaluated"
+}
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, with a suggestion."""
 
@@ -56,7 +61,8 @@ class _Parser(argparse.ArgumentParser):
         if not text.startswith("-"):
             self.error(f"{text!r} is one argument too many")
         option = text.partition("=")[0]
-        self.error(f"there is no option {option}" + _meant(option, self._option_string_actions))
+        hint = _INSTEAD.get(option) or _meant(option, self._option_string_actions)
+        self.error(f"there is no option {option}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""

@@ -261,12 +261,10 @@ class InspectOptions:
     Examples:
       gleanrl inspect data/pendulum
       gleanrl inspect data/pendulum --plot pendulum.png
-      gleanrl inspect data/pendulum --play 3 --video pendulum.mp4
       gleanrl inspect data/pendulum --html pendulum.html
           returns, their distribution and episode lengths, to look at in a browser
 
-    Nothing in the directory is executed or unpickled; --play makes environments that are
-    registered.
+    Nothing in the directory is executed or unpickled.
     """
 
     directory: Path = argument("DIR", Path, "written by collect --out")
@@ -275,17 +273,6 @@ class InspectOptions:
     )
     html: Path | None = option(
         "FILE.html", Path, "write a page of plots: one file that needs no network"
-    )
-    play: int | None = option(
-        "EPISODE",
-        index,
-        "write a video of this episode (from 0): make the registered environment that the card "
-        "names again, with the recorded seed and actions, and compare observations",
-    )
-    video: Path | None = option(
-        "FILE.mp4",
-        Path,
-        "where to write the video, .mp4 or .gif (default: DIR/episode-EPISODE.mp4)",
     )
 
 

@@ -71,7 +71,7 @@ def env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
     return None
 
 
-def make_env(facts: Mapping[str, Any], **kwargs: Any) -> gym.Env[Any, Any]:
+def make_env(facts: Mapping[str, Any]) -> gym.Env[Any, Any]:
     """Make the environment of a card, which may come from anyone.
 
     Only its id and its ``kwargs`` are used, of what is registered here.
@@ -83,7 +83,7 @@ def make_env(facts: Mapping[str, Any], **kwargs: Any) -> gym.Env[Any, Any]:
     if not isinstance(name, str) or ":" in name:
         raise ConfigError(f"the card names no registered environment ({name!r:.50})")
     try:
-        return make_gym(name, **{**({} if spec is None else spec.kwargs), **kwargs})
+        return make_gym(name, **({} if spec is None else spec.kwargs))
     except Exception as err:
         raise ConfigError(f"{name} cannot be made again: {err}") from err
 
