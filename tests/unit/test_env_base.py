@@ -515,37 +515,31 @@ SPECS = [
 def test_specs_are_made_and_behave_as_torchrls(make):
     ours, theirs = make(our_data), make(their_data)
     assert ours.shape == theirs.shape
-    for name, arguments in [
-        ("zero", ()),
-        ("zeros", ((2,),)),
-        ("one", ()),
-        ("ones", ((2,),)),
-    ]:
-        mine, other = getattr(ours, name)(*arguments), getattr(theirs, name)(*arguments)
+    for arguments in ((), ((2,),)):
+        mine, other = ours.zero(*arguments), theirs.zero(*arguments)
         assert (mine == other).all()
         assert mine.shape == other.shape
     drawn = theirs.rand((5,))
     assert ours.is_in(drawn)
     assert theirs.is_in(ours.rand((5,)))
     assert (ours.project(drawn.clone()) == drawn).all()
-    ours.type_check(drawn)
     assert ours == ours.clone() == make(our_data)
     assert ours.to("cpu").to("cpu") == ours.to("cpu")
     assert ours.expand(2, *ours.shape).shape == theirs.expand(2, *theirs.shape).shape
     assert theirs.rand().shape == ours.rand().shape
 
 
-@pytest.mark.parametrize("make", SPECS[:15])
-def test_values_are_encoded_and_converted_as_torchrls(make):
-    ours, theirs = make(our_data), make(their_data)
-    value = theirs.rand()
-    converted = theirs.to_numpy(value)
-    assert np.array_equal(ours.to_numpy(value), converted)
-    assert torch.equal(ours.encode(converted), theirs.encode(converted))
-    assert ours.dtype == theirs.dtype
+def test_helpers_that_specs_lack_name_what_does_the_same():
+    for spec in (our_data.OneHot(4), our_data.Composite(x=our_data.Binary(2))):
+        with pytest.raises(AttributeError, match=r"has no 'ones': use torch\.ones"):
+            spec.ones()
+        with pytest.raises(AttributeError, match=r"has no 'sample': use rand\(\)"):
+            spec.sample()
+        with pytest.raises(AttributeError, match="has no 'smaple'$"):
+            spec.smaple()
 
 
-WHOLE = [torch.int8, torch.uint16, torch.int32, torch.int64]
+WHOLE = [torch.int8, torch.uint16, torch.int32]
 
 
 @pytest.mark.parametrize("dtype", [*WHOLE, torch.float16, torch.float32, torch.float64])
@@ -561,46 +555,33 @@ def test_values_are_drawn_from_the_whole_of_the_widest_range(dtype):
     assert max(share.min() + 1, 1 - share.max()) < 0.1
 
 
-def test_whole_numbers_beyond_a_floats_digits_are_all_drawn():
-    torch.manual_seed(0)
-    for low in (2**62, -(2**63), 2**63 - 8):
-        spec = our_data.Bounded(low, low + 7, (999,), dtype=torch.int64)
-        assert sorted({value - low for value in spec.rand().tolist()}) == [*range(8)]
-    high = torch.tensor([2**63 - 1, 7])
-    wide = our_data.Bounded(torch.tensor([-(2**63), 0]), high).rand((999,))
-    assert len((wide[:, 0] & 255).unique()) > 200
-    assert wide[:, 1].unique().tolist() == [*range(8)]
-    assert len(our_data.Unbounded((9999,), dtype=torch.int8).rand().unique()) == 256
+def test_ranges_without_a_uniform_draw_are_refused():
+    for spec in (
+        our_data.Bounded(0, 2**60, (3,), dtype=torch.int64),
+        our_data.Bounded(-torch.inf, 1.0, (3,)),
+        our_data.Bounded(torch.tensor([0.0, 1.0]), torch.tensor([torch.inf, 2.0])),
+    ):
+        assert spec.is_in(torch.ones(spec.shape, dtype=spec.dtype))
+        with pytest.raises(ConfigError, match="has no uniform values: draw from finite bounds"):
+            spec.rand()
     assert our_data.Bounded(0.1, 0.2, dtype=torch.float64).low.item() == 0.1
+    assert len(our_data.Unbounded((9999,), dtype=torch.int8).rand().unique()) == 256
 
 
 def test_values_are_projected_into_the_set():
     assert our_data.Bounded(-1, 1, (2,)).project(torch.tensor([-3.0, 0.5])).tolist() == [-1, 0.5]
     assert our_data.Categorical(3).project(torch.tensor(7)).item() == 2
-    wide = our_data.Bounded(2, 2**64 - 1, (3,), dtype=torch.uint64)
-    given = torch.tensor([-1, 2, 2**62 + 1])  # which a float64 does not hold
-    assert wide.project(given).tolist() == [2, 2, 2**62 + 1]
+    inside = torch.tensor([0.5, 0.5])
+    assert our_data.Bounded(-1, 1, (2,)).project(inside) is inside
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool])
-def test_unsigned_numbers_are_drawn_and_projected_although_torch_cannot(dtype):
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.bool])
+def test_unsigned_numbers_are_drawn(dtype):
     top = 1 if dtype is torch.bool else torch.iinfo(dtype).max
-    for spec in (
-        our_data.Unbounded(200, dtype=dtype),
-        our_data.Bounded(0, top, (200,), dtype=dtype),
-        our_data.Binary(200, dtype=dtype),
-    ):
+    for spec in (our_data.Unbounded(200, dtype=dtype), our_data.Bounded(0, top, 200, dtype=dtype)):
         drawn = spec.rand()
         assert spec.is_in(drawn)
-        assert spec.project(drawn) is drawn
-        if not isinstance(spec, our_data.Binary):
-            assert 0.3 < (drawn.double() / top).mean() < 0.7
-    one = torch.ones(200).to(dtype)
-    assert our_data.Bounded(0, 0, (200,), dtype=dtype).project(one).double().sum() == 0
-    with pytest.raises(AssertionError):
-        our_data.Categorical(3).to_numpy(torch.tensor(7), safe=True)
-    with pytest.raises(TypeError, match="the dtype of 'x' is torch.float64"):
-        our_data.Unbounded((1,)).type_check(torch.zeros(1, dtype=torch.float64), "x")
+        assert 0.3 < (drawn.double() / top).mean() < 0.7
 
 
 def test_spaces_say_what_there_is_to_choose_from():
@@ -616,7 +597,9 @@ def test_masks_limit_what_is_drawn(make):
     index = drawn if make is our_data.Categorical else drawn.long().argmax(-1)
     assert set(index.tolist()) == {0, 3}
     assert spec.is_in(drawn)
-    assert not spec.is_in(spec.encode(torch.tensor(1)))
+    other = torch.tensor(1) if drawn.ndim == 1 else torch.tensor([False, True, False, False])
+    assert make(4).is_in(other)
+    assert not spec.is_in(other)
 
 
 def test_composites_are_read_and_changed_as_torchrls():

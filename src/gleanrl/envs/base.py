@@ -392,7 +392,8 @@ class EnvBase(nn.Module, abc.ABC):
         if self.run_type_checks:
             for tree in (self._env_specs.observation, self._env_specs.reward):
                 for key, spec in tree.leaves().items():
-                    spec.type_check(after.get(key), key)
+                    if (dtype := after.get(key).dtype) != spec.dtype:
+                        raise TypeError(f"{format_key(key)} is {dtype}; its spec has {spec.dtype}")
 
     def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)

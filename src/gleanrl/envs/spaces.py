@@ -21,7 +21,15 @@ from gleanrl.core.keys import ACTION, OBSERVATION, Key, format_key
 from gleanrl.core.layout import Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.specs import Binary, Bounded, Categorical, MultiCategorical, OneHot, TensorSpec
+from gleanrl.envs.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    MultiCategorical,
+    OneHot,
+    TensorSpec,
+    Unbounded,
+)
 
 Path: TypeAlias = tuple[str | int, ...]
 RESERVED = frozenset({"action", "reward", "done", "terminated", "truncated", "next", "collector"})
@@ -124,6 +132,8 @@ def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
 def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
     """Return the spec of one array space; ``categorical=False`` makes `Discrete` one-hot."""
     if isinstance(space, spaces.Box):
+        if np.isinf(space.low).all() and np.isinf(space.high).all():
+            return Unbounded(space.shape, dtype=torch_dtype(space))
         low, high = torch.from_numpy(space.low.copy()), torch.from_numpy(space.high.copy())
         return Bounded(low, high, space.shape, dtype=low.dtype)
     if isinstance(space, spaces.Discrete):

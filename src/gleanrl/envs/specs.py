@@ -7,7 +7,6 @@ global generator.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +36,17 @@ __all__ = [
 
 Device: TypeAlias = torch.device | str | int | None
 Size: TypeAlias = Sequence[int] | int
+_INSTEAD = {
+    "one": "torch.ones(spec.shape, dtype=spec.dtype)",
+    "ones": "torch.ones(spec.shape, dtype=spec.dtype)",
+    "zeros": "zero()",
+    "sample": "rand()",
+    "cpu": "to('cpu')",
+    "encode": "torch.as_tensor(value, dtype=spec.dtype)",
+    "to_numpy": "value.numpy(), for one-hot vectors value.argmax(-1).numpy()",
+    "type_check": "value.dtype == spec.dtype",
+}
+"""Helpers of TorchRL's specs that these lack, and what does the same."""
 
 
 class Interval(NamedTuple):
@@ -86,38 +96,20 @@ class TensorSpec:
     def rand(self, shape: Size = ()) -> Any:
         """Draw ``[*shape, *self.shape]`` values.
 
-        Floats are standard normal, flags fair, and whole numbers any that there are; within a range
-        they are uniform, and beside an infinite bound exponential or normal.
+        Floats are standard normal, flags fair, and whole numbers any that there are; between bounds
+        they are uniform.
         """
         size = (*_size(shape), *self.shape)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(size, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
             return torch.randint(2, size, device=self.device).bool()
-        # torch does not draw uint64: all the bits of an int64 are random as well.
-        drawn = torch.int64 if self.dtype == torch.uint64 else self.dtype
-        values = torch.empty(size, dtype=drawn, device=self.device)
-        return values.random_(torch.iinfo(drawn).min, None).view(self.dtype)
-
-    def sample(self, shape: Size = ()) -> Any:
-        """Draw values, as `rand`."""
-        return self.rand(shape)
-
-    def one(self, shape: Size = ()) -> Any:
-        """Return ones ``[*shape, *self.shape]`` (in range or not)."""
-        return torch.ones((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
-    def ones(self, shape: Size = ()) -> Any:
-        """Return ones, as `one`."""
-        return self.one(shape)
+        values = torch.empty(size, dtype=self.dtype, device=self.device)
+        return values.random_(torch.iinfo(self.dtype).min, None)
 
     def zero(self, shape: Size = ()) -> Any:
         """Return zeros ``[*shape, *self.shape]`` (in range or not)."""
         return torch.zeros((*_size(shape), *self.shape), dtype=self.dtype, device=self.device)
-
-    def zeros(self, shape: Size = ()) -> Any:
-        """Return zeros, as `zero`."""
-        return self.zero(shape)
 
     def is_in(self, value: Any) -> bool:
         """Tell whether ``value`` (with any leading dimensions) belongs to the set."""
@@ -132,43 +124,6 @@ class TensorSpec:
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         return value
-
-    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        """Return numbers, arrays or tensors as a tensor of this dtype, and device unless ignored.
-
-        Raises:
-            ConfigError: they do not fit the shape.
-        """
-        device = None if ignore_device else self.device
-        if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):
-            value = value.copy()
-        found = torch.as_tensor(value, dtype=self.dtype, device=device)
-        missing = len(self.shape) - found.ndim
-        if found.shape[max(-missing, 0) :] != self.shape:
-            if found.numel() != math.prod(self.shape):
-                raise ConfigError(f"a value of shape {tuple(found.shape)} does not fit {self}")
-            found = found.reshape(self.shape)
-        return found
-
-    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        """Return ``value`` (indices, of one-hot vectors) as a numpy array.
-
-        Raises:
-            AssertionError: ``safe``, and ``value`` is not in the set.
-        """
-        if safe and not self.is_in(value):
-            raise AssertionError(f"{value} is not in {self}")
-        return value.detach().cpu().numpy()
-
-    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        """Check the dtype of ``value``.
-
-        Raises:
-            TypeError: it is another one.
-        """
-        if value.dtype != self.dtype:
-            where = "" if key is None else f" of {key!r}"
-            raise TypeError(f"the dtype{where} is {value.dtype}; the spec has {self.dtype}")
 
     # -- other specs -----------------------------------------------------------------------------
 
@@ -185,15 +140,15 @@ class TensorSpec:
             moved.device = torch.device("cpu" if dest is None else dest)
         return moved
 
-    def cpu(self) -> Any:
-        """Return the same spec on the CPU."""
-        return self.to("cpu")
-
     def expand(self, *shape: Any) -> Any:
         """Return the same spec with leading dimensions added; ``shape`` is the new whole shape."""
         wide = copy.copy(self)
         wide.shape = torch.empty(self.shape, device="meta").expand(*shape).shape
         return wide
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         inside = ", ".join(
@@ -218,12 +173,13 @@ class Unbounded(TensorSpec):
     """Any tensor of one shape and dtype."""
 
 
-_UNCLAMPED = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
-"""Dtypes that torch does not clamp."""
-
-
 class Bounded(TensorSpec):
-    """Tensors between ``low`` and ``high``, both included; either may be infinite."""
+    """Tensors between ``low`` and ``high``, both included; either may be infinite.
+
+    `rand` draws between finite bounds, whole numbers from fewer than 2**53.
+    """
+
+    stepwise = True
 
     def __init__(
         self,
@@ -248,24 +204,17 @@ class Bounded(TensorSpec):
         if low is None or high is None:
             raise ConfigError(f"Bounded needs low= and high=, got {low} and {high}")
         given = [x for x in (low, high) if isinstance(x, torch.Tensor | np.ndarray)]
-        # NumPy's numbers have all the digits of Python's; torch knows just one of its two uint64.
-        arrays = [x if isinstance(x, torch.Tensor) else np.asarray(x) for x in (low, high)]
-        bounds = [
-            torch.as_tensor(x if isinstance(x, torch.Tensor) else x.astype(x.dtype.name))
-            for x in arrays
-        ]
-        if dtype is None and given:
-            dtype = torch.as_tensor(given[0]).dtype
+        if dtype is None:
+            dtype = torch.as_tensor(given[0]).dtype if given else torch.get_default_dtype()
+        bounds = [torch.as_tensor(x, dtype=dtype, device=device or "cpu") for x in (low, high)]
         if shape is None:
             shape = np.broadcast_shapes(*(bound.shape for bound in bounds))
         super().__init__(shape, device, dtype)
-        self.low, self.high = (
-            bound.to(self.device, self.dtype).expand(self.shape) for bound in bounds
-        )
-        finite = bool((self.low.isfinite() & self.high.isfinite()).all())
-        # Whole numbers of a wider range are drawn otherwise: a float64 cannot tell them apart.
-        narrow = self.high.double() - self.low.double() < 2**53
-        self.stepwise = finite and (self.dtype.is_floating_point or bool(narrow.all()))
+        self.low, self.high = (bound.expand(self.shape) for bound in bounds)
+        half = self.high.double() / 2 - self.low.double() / 2  # no range is too wide for that
+        most = torch.inf if self.dtype.is_floating_point else 2**52
+        self.uniform = bool((half < most).all())
+        """Whether `rand` can draw: a float64 tells the numbers of the range apart."""
 
     @property
     def space(self) -> Interval:
@@ -273,45 +222,28 @@ class Bounded(TensorSpec):
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
         size = (*_size(shape), *self.shape)
-        low, high = self.low, self.high
-        if not self.dtype.is_floating_point:
-            return self._whole(size)
-        draw = torch.rand(size, dtype=self.dtype, device=self.device)
-        if self.stepwise:
-            return torch.minimum(_between(low, high, draw), high)
-        tail = torch.empty(size, dtype=self.dtype, device=self.device).exponential_()
-        normal = torch.randn(size, dtype=self.dtype, device=self.device)
-        above, below = low.isfinite(), high.isfinite()
-        low, high = low.nan_to_num(0, 0, 0), high.nan_to_num(0, 0, 0)
-        one_sided = torch.where(above, low + tail, torch.where(below, high - tail, normal))
-        return torch.where(above & below, _between(low, high, draw), one_sided)
-
-    def _whole(self, size: Sequence[int]) -> torch.Tensor:
-        low, high = self.low.long(), self.high.long()
-        if self.stepwise:
+        low, high, whole = self.low, self.high, not self.dtype.is_floating_point
+        if not self.uniform:
+            raise ConfigError(
+                f"{self} has no uniform values: draw from finite bounds with fewer than 2**53 "
+                "whole numbers between them, or give a policy"
+            )
+        if whole:
             draw = torch.rand(size, dtype=torch.float64, device=self.device)
+            low, high = low.long(), high.long()
             return (low + (draw * (high - low + 1)).floor().long()).to(self.dtype)
-        numbers = np.random.default_rng(int(torch.randint(2**62, ())))
-        least, most = self.low.cpu().numpy(), self.high.cpu().numpy()
-        drawn = numbers.integers(least, most, size, least.dtype, endpoint=True)
-        return torch.as_tensor(drawn, device=self.device)
+        draw = torch.rand(size, dtype=self.dtype, device=self.device)
+        return torch.minimum(2 * (low / 2 + draw * (high / 2 - low / 2)), high)
 
     def is_in(self, value: Any) -> bool:
         if not super().is_in(value):
             return False
-        found: list[Any] = [value.to(self.low.device), self.low, self.high]
-        if not self.dtype.is_floating_point:  # torch compares no unsigned numbers but bytes
-            found = [numbers.cpu().numpy() for numbers in found]
-        here, low, high = found
-        return bool(((here >= low) & (here <= high)).all())
+        found, low, high = (x.double() for x in (value, self.low, self.high))
+        return bool(((found >= low.to(found.device)) & (found <= high.to(found.device))).all())
 
     def _project(self, value: torch.Tensor) -> torch.Tensor:
         low, high = self.low.to(value.device), self.high.to(value.device)
-        if _UNCLAMPED.isdisjoint((value.dtype, self.dtype)):
-            return value.clamp(low, high).to(self.dtype)
-        exact = [np.array(numbers.tolist(), object) for numbers in (value, low, high)]
-        clamped = np.clip(*exact).astype(self.low.cpu().numpy().dtype)
-        return torch.as_tensor(clamped, device=value.device)
+        return value.clamp(low, high).to(self.dtype)
 
     def to(self, dest: torch.dtype | Device) -> Bounded:
         moved: Bounded = super().to(dest)
@@ -322,10 +254,6 @@ class Bounded(TensorSpec):
         wide: Bounded = super().expand(*shape)
         wide.low, wide.high = self.low.expand(wide.shape), self.high.expand(wide.shape)
         return wide
-
-
-def _between(low: torch.Tensor, high: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    return 2 * (low / 2 + share * (high / 2 - low / 2))  # twice the half: no range is too wide
 
 
 class _Discrete(TensorSpec):
@@ -441,15 +369,6 @@ class OneHot(Categorical):
     def _values(self, indices: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(indices, self.n).to(self.dtype)
 
-    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        tensor = torch.as_tensor(value, device=None if ignore_device else self.device)
-        if tensor.shape[tensor.ndim - len(self.shape) :] == self.shape and tensor.ndim:
-            return tensor.to(self.dtype)
-        return self._values(tensor.long())
-
-    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
-        return super().to_numpy(value, safe).argmax(-1)
-
 
 class MultiCategorical(_Discrete):
     """Vectors of indices, element ``i`` in ``0 .. nvec[i] - 1``."""
@@ -509,17 +428,6 @@ class MultiOneHot(_Discrete):
         columns = zip(indices.unbind(-1), self.nvec, strict=True)
         parts = [torch.nn.functional.one_hot(index, n) for index, n in columns]
         return torch.cat(parts, -1).to(self.dtype)
-
-    def encode(self, value: Any, *, ignore_device: bool = False) -> torch.Tensor:
-        """Return indices, or the vectors themselves, as one-hot vectors."""
-        tensor = torch.as_tensor(value, device=None if ignore_device else self.device)
-        if tensor.shape[-1:] == self.shape[-1:]:
-            return tensor.to(self.dtype)
-        return self._values(tensor.long())
-
-    def to_numpy(self, value: torch.Tensor, safe: bool | None = None) -> Any:
-        super().to_numpy(value, safe)
-        return self._indices(value).cpu().numpy()
 
 
 class Binary(_Discrete):
@@ -586,15 +494,6 @@ class NonTensor(TensorSpec):
 
     def is_in(self, value: Any) -> bool:
         return not isinstance(value, torch.Tensor)
-
-    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
-        return NonTensorData(value, batch_size=self.shape)
-
-    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
-        return getattr(value, "data", value)
-
-    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        pass
 
 
 UnboundedContinuous = UnboundedDiscrete = Unbounded
@@ -734,9 +633,6 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
     def rand(self, shape: Size = ()) -> TensorDict:
         return self._fill("rand", shape)
 
-    def one(self, shape: Size = ()) -> TensorDict:
-        return self._fill("one", shape)
-
     def zero(self, shape: Size = ()) -> TensorDict:
         return self._fill("zero", shape)
 
@@ -755,23 +651,6 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
         for key, spec in self.leaves().items():
             value.set(key, spec.project(value.get(key)))
         return value
-
-    def encode(self, values: Mapping[str, Any], *, ignore_device: bool = False) -> TensorDict:
-        found = {
-            name: self[name].encode(value, ignore_device=ignore_device)
-            for name, value in values.items()
-        }
-        return TensorDict(found, batch_size=self.shape)
-
-    def to_numpy(self, value: TensorDictBase, safe: bool | None = None) -> dict[str, Any]:
-        return {name: self[name].to_numpy(item, safe) for name, item in value.items()}
-
-    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
-        if key is not None:
-            self[key].type_check(value, key)
-            return
-        for name, spec in self.leaves().items():
-            spec.type_check(value.get(name), name)
 
     # -- other specs -----------------------------------------------------------------------------
 
