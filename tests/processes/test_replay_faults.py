@@ -1,6 +1,7 @@
 """Shared buffers whose processes are stopped, fork, or open them in several threads at once."""
 
 import os
+import pathlib
 import pickle
 import signal
 import threading
@@ -70,6 +71,21 @@ def test_a_process_stopped_inside_is_named_and_blocks_nobody_for_ever(tmp_path):
     assert ended_well(child)
     rb.extend(rows(10, 5))
     assert len(rb) == 18
+
+
+def test_a_writer_that_waits_comes_before_one_that_comes_back():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), shared=True)
+    rb.extend(rows(0, 1))
+    reading, writing = os.pipe()
+    child = forked(lambda: (os.read(reading, 1), rb.extend(rows(1, 1))))
+    with rb.storage.ring.section():
+        os.write(writing, b"!")
+        rig.until(lambda: f" {child} " in pathlib.Path("/proc/locks").read_text())
+    rb.extend(rows(2, 1))
+    assert ended_well(child)
+    assert rb[:]["number"].tolist() == [0, 1, 2]
+    for end in (reading, writing):
+        os.close(end)
 
 
 class Held(LazyTensorStorage):

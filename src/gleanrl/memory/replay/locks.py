@@ -25,10 +25,13 @@ from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 _FORK_TIMEOUT_S = 1.0
 """Seconds that a fork waits for threads to leave, over all locks."""
 _MAIN = 0
+_NEXT = 1
+"""Byte of the process that enters next: a writer that comes back waits behind it."""
 _COLLECTING = 1 << 62
 """Byte that all processes with running collectors hold together."""
-_SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
-"""Pauses between two tries, short as the sections are short."""
+_SHORTEST_S = 2e-5
+_LONGEST_S = {_MAIN: 2e-4, _NEXT: 2e-3}
+"""Pauses between two tries; only one process at a time tries often."""
 _FLOCK = "hhqqi4x"
 """The kernel's ``struct flock``, on 64-bit systems."""
 
@@ -150,8 +153,12 @@ class ProcessLock(ThreadLock):
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            if self.depth == 0 and not self._try():
-                self._wait()
+            if self.depth == 0:
+                self._take(_NEXT)
+                try:
+                    self._take(_MAIN)
+                finally:
+                    fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, _NEXT)
         except BaseException:
             self._lock.release()
             raise
@@ -165,22 +172,24 @@ class ProcessLock(ThreadLock):
         finally:
             self._lock.release()
 
-    def _try(self) -> bool:
+    def _try(self, byte: int) -> bool:
         try:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _MAIN)
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         except (BlockingIOError, PermissionError):
             return False
         return True
 
-    def _wait(self) -> None:
+    def _take(self, byte: int) -> None:
         """Wait while the process inside uses processor time, else for `timeout` seconds."""
+        if self._try(byte):
+            return
         pause, progress = _SHORTEST_S, None
         look = deadline = time.monotonic() + self.timeout / 2
         while True:
             time.sleep(pause)
-            if self._try():
+            if self._try(byte):
                 return
-            pause = min(2 * pause, _LONGEST_S)
+            pause = min(2 * pause, _LONGEST_S[byte])
             now = time.monotonic()
             if now < look:
                 continue
@@ -215,9 +224,9 @@ def _lock_of(handle: Handle) -> ProcessLock:
 
 
 def _lock_holder(fd: int) -> int | None:
-    """Return the process inside, ``None`` if it is unknown."""
-    held, pid = _is_held(fd, _MAIN)
-    return pid if held and pid > 0 else None
+    """Return the process inside, or the next one; ``None`` if it is unknown."""
+    found = (_is_held(fd, byte) for byte in (_MAIN, _NEXT))
+    return next((pid for held, pid in found if held and pid > 0), None)
 
 
 def _is_held(fd: int, byte: int) -> tuple[bool, int]:
