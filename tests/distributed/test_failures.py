@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 import socket
-import threading
 import warnings
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import rig
 import torch
 from node_rig import (
-    collect_for_ever,
     ids_in,
     kill,
     nodes,
@@ -170,30 +168,6 @@ def test_shutting_down_tolerates_the_loss_of_the_last_node(how):
     with nodes(rig.counting(0), on_failure=how) as collector:
         collector.next()
         kill(collector, 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
-def test_an_interrupt_does_not_lose_a_replacement(monkeypatch):
-    start, interrupted = threading.Thread.start, []
-
-    def start_and_interrupt(thread):
-        start(thread)
-        if threading.current_thread() is threading.main_thread() and not interrupted:
-            interrupted.append(thread)
-            raise KeyboardInterrupt
-
-    with relaunching(rig.counting(0), rig.counting(1)) as collector:
-        collector.next()
-        for thread in threading.enumerate():  # what let the first nodes in has ended
-            if thread.name == "gleanrl joining":
-                thread.join(20)
-        monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
-        kill(collector, 1)
-        with pytest.raises(KeyboardInterrupt):
-            collect_for_ever(collector)
-        until_back(collector, 1)
-        kill(collector, 0)
-        until_back(collector, 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")

@@ -1,98 +1,27 @@
 """Nodes that come in the middle of something else: what is known of them stays whole."""
 
 import gc
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import rig
 from node_rig import (
-    collect_for_ever,
     kill,
     nodes,
     number_in,
     relaunching,
 )
 
-from gleanrl.transport.joining import Invitation, NodeAdmitter, join
+from gleanrl.transport.joining import Invitation, join
 from gleanrl.transport.launchers.external import ManualLauncher
 from gleanrl.transport.launchers.local import LocalLauncher
-from gleanrl.transport.network import NetworkBackend
 
 pytestmark = pytest.mark.usefixtures("tidy_nodes")
-
-
-class Interrupted(LocalLauncher):
-    """Whoever waits for the fate of a node for the first time is interrupted."""
-
-    def __init__(self):
-        super().__init__()
-        self.times = 0
-
-    def exit_reason(self, node, timeout):
-        if timeout:
-            self.times += 1
-            if self.times == 1:
-                raise KeyboardInterrupt
-        return super().exit_reason(node, timeout)
-
-
-@pytest.mark.filterwarnings("ignore:.*without it")
-def test_an_interrupt_does_not_lose_the_news_of_a_loss():
-    envs = rig.counting(0), rig.counting(1)
-    with nodes(*envs, on_failure="continue", launcher=Interrupted()) as collector:
-        collector.next()
-        kill(collector, 1)
-        with pytest.raises(KeyboardInterrupt):
-            collect_for_ever(collector)
-        with rig.in_time():
-            while collector.stats()["workers_alive"] == 2:
-                collector.rollout()
-        assert {number_in(collector.rollout()) for _ in range(6)} == {0}
-
-
-@contextmanager
-def ctrl_c_after(function):
-    """Send SIGINT right when a function returns in this thread, the first time it does."""
-    sent = []
-
-    def trace(frame, event, arg):
-        if frame.f_code is not function.__code__:
-            return None
-        if event == "return" and not sent:
-            sent.append(frame)
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.settrace(trace)
-    try:
-        yield sent
-    finally:
-        sys.settrace(None)
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
-@pytest.mark.parametrize("where", [NetworkBackend._drop, NodeAdmitter.pop], ids=["drop", "pop"])
-def test_ctrl_c_between_two_halves_of_a_change_loses_no_node(where):
-    with relaunching(rig.counting(0), rig.counting(1)) as collector:
-        collector.next()
-        kill(collector, 1)
-        with ctrl_c_after(where) as sent, rig.in_time(4 * rig.LIMIT):
-            with pytest.raises(KeyboardInterrupt):
-                for _ in iter(collector.rollout, None):
-                    pass
-            assert sent
-        deadline = time.monotonic() + 6 * rig.LIMIT
-        while number_in(collector.next()) != 1 or collector._engine.lives[1] != 1:
-            assert time.monotonic() < deadline, "the replacement was lost"
 
 
 class Stuck:

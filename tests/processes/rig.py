@@ -69,12 +69,6 @@ def hang_quietly():
     threading.Event().wait()  # outside the main thread, too
 
 
-def wait_at(gate):
-    """Wait until a process opens the named pipe ``gate`` for writing."""
-    with open(gate):
-        pass
-
-
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(1000)  # a foreign function that keeps the interpreter to itself
 

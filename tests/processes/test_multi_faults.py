@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -223,29 +222,6 @@ def test_a_policy_of_which_the_workers_have_no_room_for_copies_is_refused(monkey
     ):
         MultiAsyncCollector([rig.counting()] * 8, policy, frames_per_batch=8)
     assert not rig.workers()
-
-
-def test_a_worker_in_a_long_step_while_another_fails_goes_on(tmp_path, monkeypatch):
-    """Its step ends after the error was raised; the next batch has new episodes of both workers."""
-    monkeypatch.setattr("gleanrl.engine.gather._GRACE_S", 0.2)
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    collector = MultiSyncCollector(
-        [
-            rig.counting(0, fault=partial(rig.wait_at, str(gate)), at=1, length=100),
-            rig.counting(1, fault=rig.fail, at=2, length=100),
-        ],
-        frames_per_batch=8,
-    )
-    with rig.in_time(), pytest.raises(ArithmeticError):
-        next(collector.iterator())
-    with gate.open("w"):
-        batch = next(collector.iterator())
-    assert rig.rows(batch) == [(0, step) for step in range(2, 6)] + [(1, s) for s in range(3, 7)]
-    assert batch["collector", "traj_ids"].unique().numel() == 2
-    again = rig.rows(next(collector.iterator()))
-    assert again == [(0, step) for step in range(6, 10)] + [(1, s) for s in range(7, 11)]
-    collector.shutdown()
 
 
 def test_frames_that_workers_stored_count_though_another_worker_failed():

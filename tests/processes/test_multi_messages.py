@@ -99,35 +99,6 @@ def test_an_error_without_words_does_not_end_the_worker(make):
         assert sum(batch.numel() for batch in collector) == 16
 
 
-@pytest.mark.parametrize("backend", ["process", "inline"])
-@pytest.mark.parametrize("after", ["rollout", "seed"])
-def test_an_interrupted_batch_is_finished_by_the_next_call(make, backend, after, monkeypatch):
-    collector = make(cls=MultiSyncCollector, backend=backend, total_frames=-1)
-    collector.rollout()
-    dispatcher = collector._engine.dispatcher
-    wait, interrupted = dispatcher.wait, []
-
-    def interrupt(timeout):
-        if not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return wait(timeout)
-
-    monkeypatch.setattr(dispatcher, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        collector.rollout()
-    assert collector._engine.backend.stop_byte[0] == 0
-    if after == "seed":
-        collector.set_seed(3)
-    batch = collector.rollout()
-    stats = collector.stats()
-    # Of each worker: 4, or 8 if the rollout that was under way was made before the seed.
-    firsts = batch["observation"][:, 0, 1].int() if batch.ndim > 1 else batch["observation"][::4, 1]
-    assert stats["frames"] == 16
-    assert set(firsts.tolist()) <= ({4, 8} if after == "seed" else {4})
-    assert stats["frames_discarded"] == int((firsts - 4).sum())
-
-
 def test_several_threads_may_shut_down_at_once(make):
     collector, errors = make(total_frames=-1), []
     next(iter(collector))

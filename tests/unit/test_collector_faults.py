@@ -62,17 +62,19 @@ def is_continuous(batch):
 # -- after a failure -------------------------------------------------------------------------------
 
 
-def test_a_failed_rollout_is_not_joined_to_the_next():
+@pytest.mark.parametrize("way", ["rollout", "next", "iterator"])
+def test_a_failed_rollout_closes_the_collector(way):
     env = Count()
     with Collector(env, frames_per_batch=5) as collector:
         first = collector.rollout()
-        env.fail_at = 8
+        copy, env.fail_at = first.clone(), 8
+        ways = {"rollout": collector.rollout, "next": collector.next}
         with pytest.raises(ArithmeticError, match="in step"):
+            ways[way]() if way in ways else next(collector.iterator())
+        assert collector.closed
+        with pytest.raises(gleanrl.ClosedError, match="was shut down"):
             collector.rollout()
-        after = collector.rollout()
-    assert times(after) == [0, 1, 2, 3, 4]
-    assert is_continuous(after)
-    assert after["collector", "traj_ids"][0] > first["collector", "traj_ids"][-1]
+    assert (first == copy).all()
 
 
 def test_rollouts_that_a_failure_of_another_worker_drops_count_as_discarded():

@@ -146,52 +146,6 @@ def test_a_reset_drops_what_running_episodes_have(kind):
     assert (stats["episodes"], stats["return_mean"]) == (3, 15)
 
 
-class Failing(Counting):
-    """Raises once, in its seventh step."""
-
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 7:
-            raise ValueError("the seventh step")
-        return super().step(action)
-
-
-def test_no_episode_runs_on_that_a_failed_batch_took_frames_from():
-    with MultiSyncCollector([Counting, Failing], frames_per_batch=8) as collector:
-        collector.rollout()
-        with pytest.raises(ValueError, match="the seventh step"):
-            collector.rollout()
-        for _ in range(5):
-            collector.rollout()
-        workers = collector.stats("per_worker")
-    for worker in ("worker_0", "worker_1"):
-        names = ("return_min", "return_max", "length_min", "length_max")
-        assert [workers[f"{worker}/{name}"] for name in names] == [15, 15, 5, 5]
-
-
-class RaisesOnce:
-    """Raises when it is shown the second rollout."""
-
-    calls = 0
-
-    def __call__(self, batch):
-        self.calls += 1
-        if self.calls == 2:
-            raise ValueError("the second rollout")
-        return batch
-
-
-def test_no_trajectory_lacks_what_was_in_a_batch_that_failed():
-    envs = [Counting, Failing]
-    with MultiSyncCollector(envs, frames_per_batch=8, trajs_per_batch=2) as collector:
-        collector.rollout()
-        with pytest.raises(ValueError, match="the seventh step"):
-            collector.rollout()
-        assert next(iter(collector))["next", "reward"].sum(1).tolist() == [[15], [15]]
-
-
 class SlowReset(Counting):
     """Takes a hundred times longer to reset than to step."""
 
@@ -222,19 +176,6 @@ def test_resets_are_told_apart_from_steps(kind, options):
     resets, environment = shares(partial(SlowReset, 2))
     assert environment / 2 < resets < environment <= 1
     assert shares(partial(Counting, 1_000))[0] == 0
-
-
-@pytest.mark.parametrize("stage", ["post_collect_hook", "postproc"])
-def test_no_episode_runs_on_that_a_failure_in_a_worker_took_a_rollout_from(stage):
-    options = {stage: RaisesOnce(), "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100))}
-    with MultiSyncCollector([Counting], frames_per_batch=4, **options) as collector:
-        collector.rollout()
-        with pytest.raises(ValueError, match="the second rollout"):
-            collector.rollout()
-        for _ in range(5):
-            collector.rollout()
-        stats = collector.stats()
-    assert (stats["return_min"], stats["return_max"]) == (15, 15)
 
 
 @pytest.mark.parametrize("interrupts", [False, True])

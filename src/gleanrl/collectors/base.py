@@ -44,7 +44,7 @@ from gleanrl.core.errors import (
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, limit, warn
-from gleanrl.engine.engine import Engine, MakeBackend
+from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine, MakeBackend
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.replacing import Replacements
@@ -57,9 +57,6 @@ from gleanrl.weights.snapshot import Shapes
 
 if TYPE_CHECKING:
     from gleanrl.collectors.launch import Launch
-
-CLOSE_TIMEOUT_S = 2.0
-"""Seconds for environments to close after a failure, or without a call of `shutdown`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -260,7 +257,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     # -- iteration -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Continue iteration; if collection fails, shut down and raise its error."""
+        """Continue iteration; if collection fails, the collector closes."""
         self._iterating = True
         self._reader = reader = _Reader(threading.get_ident())
         iterator = self.iterator()
@@ -273,8 +270,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
             except StopIteration:
                 return
             except BaseException as err:
-                # Raised without waiting for a worker that hangs.
-                self.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
                 hide_frames(err)
                 raise
             # Popped, so that this frame does not keep the batch's memory while the user works.
@@ -307,16 +302,21 @@ class BaseCollector(Handle, IterableDataset[Any]):
                         return
                     try:
                         self._ready = self._collect()
-                    except StopIteration as err:  # a generator would hide its message
-                        raise WorkerError(
-                            f"an environment, the policy or a hook raised StopIteration: {err}"
-                        ) from err
-                    except BaseException:
-                        self._failed()
+                    except BaseException as err:
+                        self._close_after(err)
                         raise
                 held = [self._ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
+
+    def _close_after(self, err: BaseException) -> None:
+        """Close the collector without waiting for a worker that hangs."""
+        self._failed()
+        self.shutdown(CLOSE_TIMEOUT_S, raise_on_error=False)
+        if isinstance(err, StopIteration):  # a generator would hide its message
+            raise WorkerError(
+                f"an environment, the policy or a hook raised StopIteration: {err}"
+            ) from err
 
     @for_users
     def next(self) -> TensorDictBase | None:
@@ -374,7 +374,11 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """
         with self._engine.turn(None):
             self._check_not_started()
-            batch = self._gather()
+            try:
+                batch = self._gather()
+            except BaseException as err:
+                self._close_after(err)
+                raise
             self._pipeline.forget(batch)  # these frames will be missing from its trajectories
             return batch
 

@@ -18,11 +18,11 @@ from gleanrl.collectors.arguments import (
     shown,
     shows,
 )
-from gleanrl.collectors.base import CLOSE_TIMEOUT_S, BaseCollector
+from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.launch import Launch, WorkerPlan, launch_workers
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
-from gleanrl.engine.engine import Engine
+from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine
 from gleanrl.engine.interruptor import Interruptor, stop_byte
 from gleanrl.engine.replacing import reseeded
 from gleanrl.transport.inline import InlineBackend

@@ -21,7 +21,6 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.arguments import check_callables, read_seed
-from gleanrl.collectors.base import CLOSE_TIMEOUT_S
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.episodes import EpisodesPlan, Metrics
@@ -30,6 +29,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int, warn
+from gleanrl.engine.engine import CLOSE_TIMEOUT_S
 from gleanrl.weights.snapshot import check_weights, cloned, warn_of_no_weights, weights_of
 
 _POLL_INTERVAL_S = 0.2

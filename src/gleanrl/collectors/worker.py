@@ -160,11 +160,7 @@ class WorkerSource:
         report = self._source.collect(window, steps, stop, random)
         collector.count(report)
         if self._shows and (after := collector.post_collect_hook) is not None:
-            try:
-                after(self._batch(window, report))
-            except Exception:  # the rollout is lost: no episode of it may run on
-                self.reset(None, {})
-                raise
+            after(self._batch(window, report))
         return report
 
     def hand_over_hook(self) -> Callable[[], PostHook | None]:
@@ -242,11 +238,7 @@ class FillingSource:
                 batch = report.payload
         if report.steps < steps and MASK not in batch.keys(True):
             batch = batch[..., : report.steps]
-        try:
-            self._pipeline(batch, self._hook())
-        except Exception:  # the rollout is lost: no episode of it may run on
-            self.reset(None, {})
-            raise
+        self._pipeline(batch, self._hook())
         dropped, self._dropped = self._pipeline.discarded - self._dropped, self._pipeline.discarded
         discarded = report.discarded + dropped
         return replace(report, discarded=discarded, payload=None)

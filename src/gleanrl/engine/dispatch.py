@@ -173,9 +173,6 @@ class Dispatcher:
             return None
         except Exception as err:
             return err
-        except BaseException:  # an interrupt: half brought up to date it is of no use
-            self._lose(worker, _failed(worker, "it was interrupted"))
-            raise
         warn(f"worker {worker} was replaced and takes part again")
         return None
 

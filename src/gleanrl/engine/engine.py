@@ -40,6 +40,8 @@ _OF_WORKERS = (
 """Attributes of an engine that are about its workers."""
 _EPISODES = 1 << 32
 """Trajectories that each environment of a worker may begin in one of the worker's lives."""
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds that workers have to end by themselves after an error."""
 MakeBackend = Callable[[Callable[[m.WindowRef], Window]], Backend]
 
 
@@ -258,7 +260,7 @@ class Engine:
 
     @contextmanager
     def _alone(self, timeout: float | None = None) -> Iterator[None]:
-        """Keep other threads out, and Ctrl-C unless workers run in this thread.
+        """Keep other threads out, and Ctrl-C until workers are waited for; it closes the engine.
 
         Refuses what an environment or a policy asks of the collector that is just running it.
         """
@@ -271,6 +273,11 @@ class Engine:
             self._busy = True
             try:
                 yield
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C: nobody knows any more what workers are in the middle of
+                self.close(CLOSE_TIMEOUT_S)
+                raise
             finally:
                 self._busy = False
                 if self._close_next is not None:

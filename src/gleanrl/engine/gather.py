@@ -6,7 +6,6 @@ import abc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -111,8 +110,6 @@ class _Round:
     """The errors of lost workers."""
     asked: int = 0
     """The number of workers with a request, or without one because they are lost."""
-    interrupted: bool = False
-    """Whether the wait was interrupted, so that the time since then does not count."""
 
     def renew(self) -> None:
         """Count time from now on."""
@@ -165,43 +162,27 @@ class SyncGather(Gather):
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
-        self._failed: _Round | None = None
-        """A round whose error was raised while some workers were still in their last step."""
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
-        """Let every worker fill its part of a slot; an interrupted round can be continued."""
+        """Let every worker fill its part of a slot. An error ends collection."""
         begun = self._begun or self._begin(budget, timeout)
-        slots = self._slots[0]
-        if begun.interrupted:
-            begun.interrupted = False
-            begun.renew()
         try:
             self._ask(begun)
             self._use_time(begun)
             reports = self._finish(begun, timeout)
-        except Exception as err:
+        except BaseException:
             self._begun = None
             budget.cancel(sum(self._frames))
-            if isinstance(err, CollectorTimeout | WorkerDied):
-                self._count_dropped(begun, budget)  # a lost worker may still write into the slot
-            else:
-                self._fail(begun, budget)
-            raise
-        except BaseException:  # an interrupt: workers go on, and the next call takes over
-            begun.interrupted = True
-            self._let_run()
-            self._hurry(False)
+            self._count_dropped(begun, budget)
             raise
         self._begun = None
         budget.deliver(sum(self._frames), sum(report.frames for report in reports))
-        return slots.hand_over(begun.slot, reports), dict(enumerate(reports))
+        return self._slots[0].hand_over(begun.slot, reports), dict(enumerate(reports))
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Take a slot for the rollouts of all workers."""
-        if self._failed is not None:
-            self._end_failed(self._failed, budget, timeout)
         self._let_run()
         slot = self._slots[0].acquire()
         self._begun = begun = _Round(slot, self._slots[0].windows(slot), timeout, budget.random)
@@ -230,35 +211,6 @@ class SyncGather(Gather):
         except Exception as err:
             begun.errors.append(err)
 
-    def _fail(self, begun: _Round, budget: Budget) -> None:
-        """Drop a failed round.
-
-        Workers whose rollouts are dropped begin new episodes, as the failed worker does. If their
-        episodes ran on, frames in the middle of these would be missing.
-        """
-        for ticket in begun.tickets:
-            if not isinstance(ticket.reply, m.Failed):
-                with suppress(WorkerDied, CollectorTimeout):  # the next batch raises these
-                    self._dispatcher.post(ticket.worker, m.Reset())
-        if begun.late:
-            self._failed = begun
-        else:
-            self._release(begun, budget)
-
-    def _end_failed(self, begun: _Round, budget: Budget, timeout: float | None) -> None:
-        """Wait for the last steps of a failed round, as long as for a rollout."""
-        begun.renew()
-        while late := begun.late:
-            if self._wait(begun):
-                raise self._give_up(late, timeout)
-        self._failed = None
-        self._hurry(False)
-        self._release(begun, budget)
-
-    def _release(self, begun: _Round, budget: Budget) -> None:
-        self._slots[0].release(begun.slot)
-        self._count_dropped(begun, budget)
-
     def _count_dropped(self, begun: _Round, budget: Budget) -> None:
         """Count the rollouts of a failed round; those that workers have stored were delivered."""
         for ticket in begun.tickets:
@@ -273,7 +225,7 @@ class SyncGather(Gather):
         """Wait for all replies.
 
         After a failure the rollouts of the others are stopped. The error is raised when they have
-        ended, or after some seconds; `_begin` waits for the rest before memory is used again.
+        ended, or after some seconds.
         """
         hurried, dispatcher = False, self._dispatcher
         if not (begun.errors or dispatcher.intact):  # noticed by a call in between
