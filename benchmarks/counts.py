@@ -156,15 +156,10 @@ def count_traffic(
 
 
 def _source(factories: Sequence[Callable[[], Any]], policy: Any) -> tuple[Any, Any]:
-    from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+    from gleanrl.core.options import SourceOptions
     from gleanrl.rollout.build import SourceBuilder
 
-    builder = SourceBuilder(
-        env=EnvOptions(create_env_fn=list(factories)),
-        policy=PolicyOptions(policy=policy),
-        rollout=RolloutOptions(),
-    )
-    source = builder(0)
+    source = SourceBuilder(SourceOptions(create_env_fn=list(factories), policy=policy))(0)
     layout = source.layout()
     assert layout is not None, "this environment has no fixed layout"
     return source, layout.fields

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from gleanrl.core.keys import as_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import PolicyOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 
@@ -43,8 +43,7 @@ def make(policy, env, exploration=RANDOM, one_hot=(), specs=None, **options):
         env=env,
         specs=specs or {},
         probe=probe_of(env),
-        options=PolicyOptions(**options),
-        exploration=exploration,
+        options=SourceOptions(exploration_type=exploration, **options),
         one_hot=one_hot,
     )
 

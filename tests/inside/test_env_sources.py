@@ -16,7 +16,11 @@ def test_the_collector_can_take_out_what_is_inside():
     source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
     assert source.envs == (inner,)
     options = source.options
-    assert (source.batch_shape, options.categorical, options.info_keys) == ((), False, ["count"])
+    assert (source.batch_shape, options.categorical_action_encoding, options.info_keys) == (
+        (),
+        False,
+        ["count"],
+    )
     assert gym_source(GymEnv(rig.Count, num_envs=2)).batch_shape == (2,)
     assert gym_source(GymEnv(rig.Count, device="meta")) is None
 

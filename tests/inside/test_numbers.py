@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 
 from gleanrl import ConfigError
-from gleanrl.core.options import EnvOptions, FrameBudget, TrajectoryOptions, check_int, limit
+from gleanrl.core.options import FrameBudget, SourceOptions, TrajectoryOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
 
 
@@ -27,7 +27,7 @@ def test_whole_numbers_are_read_however_they_are_written(value):
     assert (budget.frames_per_batch, budget.total_frames, budget.init_random_frames) == (6, 6, 6)
     assert type(budget.frames_per_batch) is int
     assert limit(value) == 6
-    assert EnvOptions(create_env_fn="CartPole-v1", num_envs=value).num_envs == 6
+    assert SourceOptions(num_envs=value).num_envs == 6
     assert whole_trajectories(value).trajs_per_batch == 6
 
 
@@ -40,7 +40,7 @@ def test_whole_numbers_are_read_however_they_are_written(value):
         ("init_random_frames", lambda value: FrameBudget.from_arguments(1, 1, value)),
         ("max_frames_per_traj", limit),
         ("trajs_per_batch", whole_trajectories),
-        ("num_envs", lambda value: EnvOptions(create_env_fn="x", num_envs=value)),
+        ("num_envs", lambda value: SourceOptions(num_envs=value)),
         ("num_envs", lambda value: GymEnv("CartPole-v1", num_envs=value)),
         ("num_workers", lambda value: SerialEnv(value, Plain)),
         ("seed", lambda value: GymEnv(Plain()).set_seed(value)),

@@ -344,7 +344,7 @@ def test_what_cannot_be_sent_is_named(make, backend):
 
     assert "worker 1" in caught(good, lambda: lock and rig.Count())
     assert "create_env_fn captures lock" in caught(good, lambda: lock and rig.Count())
-    assert "policy.inner.lock" in caught(good, good, policy=Locked())
+    assert ": policy.inner.lock (" in caught(good, good, policy=Locked())
     assert "policy captures weight" in caught(good, good, policy=lambda obs: obs * weight)
     assert "gradient" in caught(good, good, policy=lambda obs: obs * weight)
     assert "create_env_kwargs['handle']" in caught(good, good, create_env_kwargs={"handle": lock})

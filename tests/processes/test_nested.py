@@ -247,6 +247,17 @@ def test_hooks_reach_the_workers_of_workers():
             collector.next()
 
 
+def test_arguments_of_a_collector_in_a_worker_hold_where_the_outer_one_has_the_default():
+    own = {"reset_at_each_iter": True, "set_truncated": True, "max_frames_per_traj": 5}
+    inner, options = functools.partial(Collector, **own), {"frames_per_batch": 8}
+    with MultiSyncCollector(
+        CARTS, collector_class=inner, backend="inline", max_frames_per_traj=3, **options
+    ) as collector:
+        assert collector.get_distant_attr("set_truncated") == [True] * 2
+        assert collector.get_distant_attr("reset_at_each_iter") == [True] * 2
+        assert collector.get_distant_attr("max_frames_per_traj") == [3] * 2
+
+
 def test_loading_a_state_is_as_strict_in_workers_of_workers():
     inner = functools.partial(MultiSyncCollector, backend="inline")
     with MultiSyncCollector(

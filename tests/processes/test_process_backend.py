@@ -17,7 +17,7 @@ from torch import nn
 
 from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
-from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.transport import pickling
@@ -31,11 +31,8 @@ def act(observation):
 
 
 def builder(worker, workers, policy=act):
-    return SourceBuilder(
-        env=EnvOptions(create_env_fn=lambda: gym.make("CartPole-v1"), num_envs=3),
-        policy=PolicyOptions(policy=policy),
-        rollout=RolloutOptions(max_frames_per_traj=30),
-    )
+    options = {"num_envs": 3, "policy": policy, "max_frames_per_traj": 30}
+    return SourceBuilder(SourceOptions(create_env_fn=lambda: gym.make("CartPole-v1"), **options))
 
 
 def seeded(make_backend, factories):

@@ -7,7 +7,7 @@ import torch
 
 from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import GymOptions, RolloutOptions
+from gleanrl.core.options import GymOptions, SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.vector import NextStepPool, make_vector
 from gleanrl.rollout.dense import DenseRollout, check_can_cut
@@ -89,7 +89,7 @@ def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(),
 
     made = policy(env)
     made.provided = [("is_init",)] * needs_is_init
-    rollout_options = RolloutOptions(**options)
+    rollout_options = SourceOptions(**options)
     first = Window.allocate(env.layout.observations, env.layout.num_envs, 1)
     check_can_cut(env, rollout_options)
     env.reset(first)

@@ -371,7 +371,7 @@ def test_rollouts_of_other_lengths_continue_the_stream_and_keep_what_is_left_ove
 
 
 def test_compact_rollouts_have_no_next_observations():
-    source = serve(clocks([(1,), (3,)]), compact=True)
+    source = serve(clocks([(1,), (3,)]), compact_obs=True)
     got = collect_all(source, [5, 5])
     assert next_key(OBS) not in got
     assert (got[next_key(REWARD)] > 0).all()

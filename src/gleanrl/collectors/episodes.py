@@ -12,15 +12,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.worker import FillingSource, WorkerRole, serve_worker
+from gleanrl.collectors.worker import FillingSource, serve_worker
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
-from gleanrl.rollout.build import SourceBuilder
 
 _STEPS = 64
 """Steps between two checks of the number of ended episodes."""
@@ -37,16 +37,12 @@ class EpisodesPlan:
     """Frames, over all environments, between two checks of the number of ended episodes."""
     metrics: Metrics | None
 
-    def factory(self, builder: SourceBuilder, role: WorkerRole) -> SourceFactory:
+    def factory(self, options: SourceOptions) -> SourceFactory:
         """Return the factory of a worker whose rollouts are evaluations."""
-        policy = builder.policy
-        make = partial(_in_evaluation_mode, policy.policy, policy.policy_factory)
-        builder = replace(
-            builder,
-            policy=replace(policy, policy=None, policy_factory=make),
-            rollout=replace(builder.rollout, count_steps=False),  # the environment may count itself
-        )
-        return partial(_serve_episodes, partial(serve_worker, builder, role), self)
+        make = partial(_in_evaluation_mode, options.policy, options.policy_factory)
+        # The environment may count steps itself.
+        options = replace(options, policy=None, policy_factory=make, count_steps=False)
+        return partial(_serve_episodes, options, self)
 
 
 def _in_evaluation_mode(policy: Any, factory: Callable[[], Any] | None) -> Any:
@@ -121,9 +117,9 @@ def _numbers(found: Any) -> dict[str, torch.Tensor]:
         ) from err
 
 
-def _serve_episodes(factory: SourceFactory, plan: EpisodesPlan, worker: int) -> EpisodesSource:
+def _serve_episodes(options: SourceOptions, plan: EpisodesPlan, worker: int) -> EpisodesSource:
     """Build a source whose rollouts are evaluations."""
-    source = factory(worker)
+    source = serve_worker(options, worker)
     envs = int(source.get("num_envs"))
     source.place(0, envs)
     steps = _STEPS if plan.frames is None else -(-plan.frames // envs)

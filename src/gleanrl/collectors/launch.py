@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,21 +19,19 @@ from gleanrl.collectors.arguments import (
     read_version,
 )
 from gleanrl.collectors.episodes import EpisodesPlan
-from gleanrl.collectors.nested import OF_A_WORKER, nested_factory
+from gleanrl.collectors.nested import nested_factory
 from gleanrl.collectors.weight_schedule import Sending
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
-from gleanrl.collectors.worker import WorkerRole, serve_filling, serve_worker
+from gleanrl.collectors.worker import serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     DevicePlan,
-    EnvOptions,
     FrameBudget,
-    PolicyOptions,
-    RolloutOptions,
+    OwnOptions,
+    SourceOptions,
     TrajectoryOptions,
     check_int,
     is_number,
-    limit,
     seconds,
     warn,
 )
@@ -42,7 +40,7 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink, make_sink
 from gleanrl.memory.shared import check_memory
-from gleanrl.rollout.build import Initialised, SourceBuilder
+from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import PolicyVersion
 
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
@@ -215,78 +213,54 @@ def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
     plan, count = launch.plan, len(launch.plan.functions)
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     makers = deal("policy_factory", arguments["policy_factory"], count)
+    names = {part.name for part in fields(OwnOptions)}
     factories: list[SourceFactory] = []
     for worker in range(count):
-        own = plan.kwargs[worker] if plan.kwargs else {}
-        merged = cast("Arguments", {**arguments, **own})
-        more = env_kwargs(own.get("create_env_kwargs"), 1)[0]
-        builder = SourceBuilder(
-            env=EnvOptions(
-                create_env_fn=plan.functions[worker],
-                create_env_kwargs={**kwargs[worker], **more},
-                num_envs=merged["num_envs"],
-                device=launch.env_device[worker],
-                categorical=merged["categorical_action_encoding"],
-                observation_dtype=merged["observation_dtype"],
-                info_keys=merged["info_keys"],
-            ),
-            policy=PolicyOptions(
-                policy=plan.policy if makers[worker] is None or plan.here else None,
-                policy_factory=makers[worker],
-                device=launch.policy_device[worker],
-                trust_policy=merged["trust_policy"],
-                compile_policy=merged["compile_policy"],
-                cudagraph_policy=merged["cudagraph_policy"],
-                fast=merged["fast"],
-                provide_inputs=merged["auto_register_policy_transforms"] is not False,
-            ),
-            rollout=RolloutOptions(
-                max_frames_per_traj=limit(merged["max_frames_per_traj"]),
-                reset_at_each_iter=merged["reset_at_each_iter"],
-                track_traj_ids=merged["track_traj_ids"],
-                set_truncated=merged["set_truncated"],
-                exploration=launch.exploration,
-                track_policy_version=launch.version is not None,
-                check_finite=merged["check_finite"],
-                mask=plan.stops,
-                compact=merged["compact_obs"],
-                stream=None if plan.here else launch.stream + worker,
-            ),
+        given = plan.kwargs[worker] if plan.kwargs else {}
+        own: dict[str, Any] = {name: {**arguments, **given}[name] for name in names}
+        more = env_kwargs(given.get("create_env_kwargs"), 1)[0]
+        own["create_env_kwargs"] = {**kwargs[worker], **more}
+        options = SourceOptions(
+            **own,
+            create_env_fn=plan.functions[worker],
+            env_device=launch.env_device[worker],
+            policy=plan.policy if makers[worker] is None or plan.here else None,
+            policy_factory=makers[worker],
+            policy_device=launch.policy_device[worker],
+            exploration_type=launch.exploration,
+            track_policy_version=launch.version is not None,
+            mask=plan.stops,
+            stream=None if plan.here else launch.stream + worker,
+            frames_per_batch=launch.asked[worker],
+            replay_buffer=arguments["replay_buffer"] if launch.fills else None,
+            learner_extends=arguments["replay_buffer"] is not None and not launch.fills,
         )
-        factories.append(_factory(merged, launch, worker, builder))
+        rest = {name: value for name, value in given.items() if name not in names}
+        factories.append(_factory(launch, options, rest))
     return factories
 
 
-def _factory(
-    arguments: Arguments, launch: Launch, worker: int, builder: SourceBuilder
-) -> SourceFactory:
-    """Return the function that builds the source of one worker with its own ``arguments``."""
-    plan, init_fn = launch.plan, arguments["init_fn"]
-    if plan.here:
-        return builder
-    own = plan.kwargs[worker] if plan.kwargs else {}
-    more = {name: own[name] for name in own if name not in OF_A_WORKER}
-    kind = plan.collector_class
-    buffer = arguments["replay_buffer"]
-    role = WorkerRole(
-        frames_per_batch=launch.asked[worker],
-        pre_collect_hook=arguments["pre_collect_hook"],
-        post_collect_hook=arguments["post_collect_hook"],
-        replay_buffer=buffer if launch.fills else None,
-        learner_extends=buffer is not None and not launch.fills,
-    )
+def _factory(launch: Launch, options: SourceOptions, rest: Mapping[str, Any]) -> SourceFactory:
+    """Return the function that builds the source of one worker.
+
+    Args:
+        launch: The launch of all workers.
+        options: The settings of this one.
+        rest: Arguments that need a collector of its own in the worker.
+    """
+    kind = launch.plan.collector_class
+    if launch.plan.here:
+        return SourceBuilder(options)
     factory: SourceFactory
     if isinstance(kind, EpisodesPlan):
-        factory = kind.factory(builder, role)
-    elif not (plan.whole or more):
-        factory = partial(serve_worker, builder, role)
+        factory = kind.factory(options)
+    elif launch.plan.whole or rest:
+        factory = nested_factory(launch, options, rest)
     else:
-        if plan.remote and init_fn is not None:  # it runs where the environments are
-            more["init_fn"], init_fn = init_fn, None
-        factory = nested_factory(arguments, kind, builder, launch, worker, more)
+        factory = partial(serve_worker, options)
     if launch.sink is not None and launch.fills:
         factory = partial(serve_filling, factory, launch.pipeline, launch.sink)
-    return factory if init_fn is None else Initialised(init_fn, factory)
+    return factory
 
 
 # -- arguments dealt out ---------------------------------------------------------------------------

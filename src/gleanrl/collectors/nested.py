@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 
-from gleanrl.collectors.arguments import MultiArguments, defaults
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core import paths
@@ -21,12 +20,12 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.memory.trees import batch_over, copied
-from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
 
 if TYPE_CHECKING:
@@ -34,102 +33,56 @@ if TYPE_CHECKING:
 
 
 def _serve_nested(
-    kind: Any, env: Any, policy: Any, kwargs: Mapping[str, Any], stream: int | None, worker: int
+    kind: Any, options: SourceOptions, env: Any, kwargs: Mapping[str, Any], worker: int
 ) -> NestedSource:
     """Build a collector of the user's class in its worker, and serve it."""
+    if options.init_fn is not None and "init_fn" not in kwargs:
+        options.init_fn()
     streams = Streams()
-    streams.begin(stream)
+    streams.begin(options.stream)
     with preserved(), streams.active():  # those of workers of its own come from these
-        collector = kind(env, policy, **kwargs)
+        collector = kind(env, options.policy, **kwargs)
     if isinstance(collector, BaseCollector):
         collector.worker_idx = worker
     return NestedSource(collector, streams)
 
 
 def nested_factory(
-    arguments: Mapping[str, Any],
-    kind: Any,
-    builder: SourceBuilder,
-    launch: Launch,
-    worker: int,
-    more: Mapping[str, Any],
+    launch: Launch, options: SourceOptions, rest: Mapping[str, Any]
 ) -> SourceFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
-        arguments: The arguments of the outer collector.
-        kind: The class of the collector in the worker.
-        builder: The worker's `SourceBuilder`.
-        launch: What the outer collector starts.
-        worker: The index of the worker.
-        more: Further arguments of the collector in the worker.
+        launch: The launch of the outer collector.
+        options: The settings of the worker.
+        rest: Further arguments of the collector in the worker.
     """
+    plan, kind, random = launch.plan, launch.plan.collector_class, launch.limits.init_random_frames
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
-    kwargs: dict[str, Any] = {
-        "frames_per_batch": launch.asked[worker],
+    own = options.unusual()
+    init_fn = {"init_fn": own.pop("init_fn", None)}  # it runs where the environments are
+    if random:  # over all workers
+        own["init_random_frames"] = -(-random // len(plan.functions))
+    stopping = {"interruptor": plan.interruptor, "preemptive_threshold": plan.enough}
+    _check_taken(kind, own, [name for name, value in stopping.items() if value is not None])
+    kwargs = {
+        "policy_factory": options.policy_factory,
+        "policy_device": options.policy_device,
+        "env_device": options.env_device,
+        "exploration_type": options.exploration_type,
+        "track_policy_version": options.track_policy_version,
+        "frames_per_batch": options.frames_per_batch,
         "total_frames": -1,
-        "create_env_kwargs": dict(builder.env.create_env_kwargs),
-        "policy_device": builder.policy.device,
-        "env_device": builder.env.device,
-        "max_frames_per_traj": arguments["max_frames_per_traj"],
-        "reset_at_each_iter": arguments["reset_at_each_iter"],
-        "exploration_type": builder.rollout.exploration,
-        "set_truncated": arguments["set_truncated"],
-        "track_policy_version": arguments["track_policy_version"],
-        "policy_factory": builder.policy.policy_factory,
+        **own,
+        **(init_fn if plan.remote and plan.whole else {}),
     }
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    said = {name: arguments[name] for name in _PASSED_ON if _unusual(name, arguments[name])}
-    _check_taken(kind, said, [name for name in _KEPT_OUT if _unusual(name, arguments[name])])
-    if "init_random_frames" in said:  # over all workers
-        workers = len(launch.plan.functions)
-        said["init_random_frames"] = -(-int(said["init_random_frames"]) // workers)
-    functions = builder.env.create_env_fn
-    each = launch.plan.workers_each
+    kwargs = {name: value for name, value in kwargs.items() if value is not None} | dict(rest)
+    env, each = options.create_env_fn, plan.workers_each
     several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
-    if launch.plan.remote and (each > 1 or several):
-        functions = [functions] * each
-    kwargs = {**kwargs, **said, **more}
-    return partial(
-        _serve_nested, kind, functions, builder.policy.policy, kwargs, builder.rollout.stream
-    )
-
-
-OF_A_WORKER = frozenset(
-    {
-        "auto_register_policy_transforms",
-        "categorical_action_encoding",
-        "check_finite",
-        "compact_obs",
-        "compile_policy",
-        "create_env_kwargs",
-        "cudagraph_policy",
-        "fast",
-        "info_keys",
-        "init_fn",
-        "max_frames_per_traj",
-        "num_envs",
-        "observation_dtype",
-        "reset_at_each_iter",
-        "set_truncated",
-        "track_traj_ids",
-        "trust_policy",
-    }
-)
-"""Arguments that a worker can have for itself without serving a whole collector."""
-_ALWAYS = {"create_env_kwargs", "max_frames_per_traj", "reset_at_each_iter", "set_truncated"}
-_HOOKS = {"pre_collect_hook", "post_collect_hook"}
-_PASSED_ON = sorted(OF_A_WORKER - _ALWAYS - {"init_fn"} | _HOOKS | {"init_random_frames"})
-"""Arguments of the collector in the worker that may be left out if they are defaults."""
-_KEPT_OUT = ("interruptor", "preemptive_threshold")
-"""Arguments that stop rollouts, which a collector does not allow from outside."""
-_USUAL = defaults(MultiArguments)
-
-
-def _unusual(name: str, value: Any) -> bool:
-    usual = _USUAL[name]
-    return value is not usual and not (usual == () and len(value) == 0)
+    if plan.remote and (each > 1 or several):
+        env = [env] * each
+    return partial(_serve_nested, kind, options, env, kwargs)
 
 
 def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None:

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
-from gleanrl.collectors.handle import Handle, PostHook, PreHook
+from gleanrl.collectors.handle import Handle, PostHook
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
 from gleanrl.memory.trees import batch_over
+from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
 
 if TYPE_CHECKING:
     from gleanrl.collectors.episodes import Episodes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRole:
-    """The data of a worker's collector about the collector around it."""
-
-    frames_per_batch: int
-    """Frames of each rollout of the worker."""
-    pre_collect_hook: PreHook | None = None
-    post_collect_hook: PostHook | None = None
-    replay_buffer: Any = None
-    """The buffer that the worker writes into."""
-    learner_extends: bool = False
-    """Whether there is a buffer, but in the learner's process."""
 
 
 class WorkerCollector(Handle):
@@ -46,12 +34,12 @@ class WorkerCollector(Handle):
     ``"stats"`` are paths that start here.
     """
 
-    def __init__(self, source: Source, worker: int, role: WorkerRole) -> None:
+    def __init__(self, source: Source, worker: int, options: SourceOptions) -> None:
         """Represent ``source``, the environments and the policy of this worker."""
-        super().__init__(role.pre_collect_hook, role.post_collect_hook)
+        super().__init__(options.pre_collect_hook, options.post_collect_hook)
         self._source = source
         self._worker_idx = worker
-        self._role = role
+        self._options = options
         self._frames = self._batches = 0
 
     def count(self, report: Report) -> None:
@@ -69,12 +57,12 @@ class WorkerCollector(Handle):
     @property
     def replay_buffer(self) -> Any:
         """The buffer that this worker writes into, ``None`` if there is none."""
-        if self._role.learner_extends:
+        if self._options.learner_extends:
             raise AttributeError(
                 "workers do not have this replay buffer, the learner's process writes into it: use "
                 "the collector's replay_buffer there"
             )
-        return self._role.replay_buffer
+        return self._options.replay_buffer
 
     @property
     def num_envs(self) -> int:
@@ -85,7 +73,7 @@ class WorkerCollector(Handle):
 
     @property
     def frames_per_batch(self) -> int:
-        return self._role.frames_per_batch
+        return self._options.frames_per_batch
 
     requested_frames_per_batch = frames_per_batch
 
@@ -134,10 +122,10 @@ class WorkerCollector(Handle):
         self._source.load_state(state_dict, strict)
 
 
-def serve_worker(factory: SourceFactory, role: WorkerRole, worker: int) -> WorkerSource:
+def serve_worker(options: SourceOptions, worker: int) -> WorkerSource:
     """Build the source of a worker with its collector."""
-    source = factory(worker)
-    return WorkerSource(source, WorkerCollector(source, worker, role))
+    source = SourceBuilder(options)(worker)
+    return WorkerSource(source, WorkerCollector(source, worker, options))
 
 
 class WorkerSource:

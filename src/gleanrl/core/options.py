@@ -1,8 +1,7 @@
-"""Argument groups: frozen, picklable, each checks itself.
+"""Records of arguments: frozen, picklable, each checks itself.
 
-A facade puts every argument into exactly one group; behaviour reads groups, never facades. "No
-limit" has one spelling inside, ``None``; the spellings users know (``-1``, ``0``) are read here and
-nowhere else.
+`SourceOptions` is the record of one worker's arguments, which travels to it. "No limit" has one
+spelling inside, ``None``; the spellings users know (``-1``, ``0``) are read here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -27,35 +26,6 @@ InfoKeys: TypeAlias = Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dt
 """Numeric ``info`` entries to deliver: names of float32 scalars, or names with shape and dtype."""
 
 _CASTS = (torch.float16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOptions:
-    """The settings with which a source makes rollouts."""
-
-    max_frames_per_traj: int | None = None
-    """Steps after which an episode is truncated and reset; ``None`` for no limit."""
-    reset_at_each_iter: bool = False
-    track_traj_ids: bool = True
-    set_truncated: bool = False
-    """Mark the last valid step of every rollout as truncated."""
-    exploration: InteractionType = InteractionType.RANDOM
-    track_policy_version: bool = False
-    check_finite: bool = False
-    """Raise `EnvError` on NaN or infinity in observations and rewards."""
-    mask: bool = False
-    """Deliver ``("collector", "mask")``: rollouts may be stopped early."""
-    compact: bool = False
-    """Leave out observations under ``"next"``."""
-    stream: int | None = None
-    """Number the random streams are made from; ``None`` draws from the global ones until seeded."""
-    count_steps: bool = True
-    """Deliver ``step_count`` if there is a limit, so that the environment need not have one."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether ``step_count`` is delivered."""
-        return self.count_steps and self.max_frames_per_traj is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,33 +270,88 @@ class TrajectoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GymOptions:
-    """How the data of Gymnasium environments are stored."""
+    """How the data of Gymnasium environments are stored; see `CommonArguments`."""
 
-    categorical: bool = True
-    """Discrete actions as indices (else one-hot vectors)."""
+    categorical_action_encoding: bool = True
     observation_dtype: torch.dtype | None = None
-    """Floating observations are cast to this dtype on the way in."""
     info_keys: InfoKeys = ()
-    """Numeric ``info`` entries to deliver beside the observation; zero where ``info`` lacks one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvOptions(GymOptions):
-    """The environments. All settings with which a worker builds its environments."""
+class OwnOptions(GymOptions):
+    """The arguments of collectors that each worker may have for itself, under their names."""
 
-    create_env_fn: Any
-    """An id, an environment, a callable that returns one, or a sequence of these."""
     create_env_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_envs: int | None = None
-    """Copies of one id or callable to batch; ``None`` for a single unbatched environment."""
-    device: torch.device | None = None
-    """Where a TensorDict environment is cast to."""
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool = False
+    set_truncated: bool = False
+    track_traj_ids: bool = True
+    check_finite: bool = False
+    compact_obs: bool = False
+    trust_policy: bool | None = None
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+    auto_register_policy_transforms: bool | None = None
+    fast: bool = True
+    init_fn: Callable[[], Any] | None = None
+    pre_collect_hook: Callable[[], None] | None = None
+    post_collect_hook: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
-        """Check the number of environments and the dtype."""
+        """Read numbers, and check them and the dtype."""
         if self.num_envs is not None:
             object.__setattr__(self, "num_envs", check_int("num_envs", self.num_envs, least=1))
         check_observation_dtype(self.observation_dtype)
+        object.__setattr__(self, "max_frames_per_traj", limit(self.max_frames_per_traj))
+
+    def storing(self) -> GymOptions:
+        """Return the part that a Gymnasium environment keeps."""
+        return GymOptions(**{part.name: getattr(self, part.name) for part in fields(GymOptions)})
+
+    def unusual(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults, by name."""
+        usual = OwnOptions()
+        found = {part.name: getattr(self, part.name) for part in fields(OwnOptions)}
+        return {name: value for name, value in found.items() if value != getattr(usual, name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions(OwnOptions):
+    """All settings of a worker: its arguments, and the decisions of its collector."""
+
+    create_env_fn: Any = None
+    """An id, an environment, a callable that returns one, or a sequence of these."""
+    env_device: torch.device | None = None
+    """Where a TensorDict environment is cast to."""
+    policy: Any = None
+    policy_factory: Callable[[], Any] | None = None
+    policy_device: torch.device | None = None
+    exploration_type: InteractionType = InteractionType.RANDOM
+    track_policy_version: bool = False
+    mask: bool = False
+    """Deliver ``("collector", "mask")``: rollouts may be stopped early."""
+    stream: int | None = None
+    """Number the random streams are made from; ``None`` draws from the global ones until seeded."""
+    count_steps: bool = True
+    """Deliver ``step_count`` if there is a limit, so that the environment need not have one."""
+    frames_per_batch: int = 1
+    """Frames of each rollout of the worker."""
+    replay_buffer: Any = None
+    """The buffer that the worker writes into."""
+    learner_extends: bool = False
+    """Whether there is a buffer, but in the learner's process."""
+
+    def __post_init__(self) -> None:
+        """Check the combination."""
+        OwnOptions.__post_init__(self)
+        if self.policy is not None and self.policy_factory is not None:
+            raise PolicyTypeError("give either policy or policy_factory, not both")
+
+    @property
+    def counts(self) -> bool:
+        """Whether ``step_count`` is delivered."""
+        return self.count_steps and self.max_frames_per_traj is not None
 
 
 def check_observation_dtype(dtype: Any) -> None:
@@ -342,27 +367,6 @@ def check_observation_dtype(dtype: Any) -> None:
             f"observation_dtype ({dtype!r}) must be one of {', '.join(map(str, _CASTS))}: only "
             "floating observations are cast"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    """The policy and its settings."""
-
-    policy: Any = None
-    policy_factory: Callable[[], Any] | None = None
-    trust_policy: bool | None = None
-    compile_policy: bool | Mapping[str, Any] | None = None
-    cudagraph_policy: bool | Mapping[str, Any] | None = None
-    device: torch.device | None = None
-    fast: bool = True
-    """Leave out calls that are proven to make no difference; else call policies as they are."""
-    provide_inputs: bool = True
-    """Provide ``"is_init"`` and zeroed recurrent states to policies that read them."""
-
-    def __post_init__(self) -> None:
-        """Check the combination."""
-        if self.policy is not None and self.policy_factory is not None:
-            raise PolicyTypeError("give either policy or policy_factory, not both")
 
 
 def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:

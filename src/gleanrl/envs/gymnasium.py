@@ -92,7 +92,7 @@ class WindowEnv:
         self._writers: list[FieldWriter] = [*leaf_writers, *info_writers]
         self._unsettled = info_writers
         envs = math.prod(batch_shape)
-        self._actions = Actions(acted, envs, options.categorical, self._batched)
+        self._actions = Actions(acted, envs, options.categorical_action_encoding, self._batched)
         self.action_specs: Mapping[Key, Spec] = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=batch_shape,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import EnvOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id, without_call_checks
 from gleanrl.envs.gymnasium import GymnasiumEnv, GymSource, check_same_spaces
@@ -22,7 +22,7 @@ Made: TypeAlias = Env | NextStepPool | TensorDictHandle
 """Gymnasium environments and pools go into rows; all others have TensorDict methods."""
 
 
-def make_env(options: EnvOptions) -> Made:
+def make_env(options: SourceOptions) -> Made:
     """Build the environment ``options`` describe.
 
     If that fails, environments that were made are closed; those that were given are left alone.
@@ -68,7 +68,7 @@ def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     return env
 
 
-def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
+def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Made:
     if len({id(env) for env in built}) < len(built):
         raise ConfigError(
             "the same environment object was given more than once; "
@@ -78,7 +78,7 @@ def _batch(built: list[Any], options: EnvOptions, made: Sequence[Any]) -> Made:
         fresh = {id(env) for env in made}
         envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
         check_same_spaces(envs)
-        return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), options))
+        return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), options.storing()))
     if all(is_tensordict_env(env) for env in built):
         batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
         return _adapt(batch, options, fresh=len(made) == len(built))
@@ -98,20 +98,21 @@ def _vector_already(env: Any, num_envs: int) -> ConfigError:
     )
 
 
-def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
+def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     """Return the adapter of ``env``; a ``fresh`` one has no other user, so it may be changed."""
     if is_vector_env(env):  # first: EnvPool's are single environments, too, by their class
         return make_vector(env, options)
     if isinstance(env, gym.Env):
         single = without_call_checks(env) if fresh else env
-        return GymnasiumEnv(GymSource((single,), (), options))
+        return GymnasiumEnv(GymSource((single,), (), options.storing()))
     source = gym_source(env)
     if source is not None:
         check_same_spaces(source.envs)
         own = source.options
         wanted = replace(
             own,
-            categorical=options.categorical and own.categorical,
+            categorical_action_encoding=options.categorical_action_encoding
+            and own.categorical_action_encoding,
             observation_dtype=options.observation_dtype or own.observation_dtype,
             info_keys=options.info_keys or own.info_keys,
         )
@@ -121,13 +122,13 @@ def _adapt(env: Any, options: EnvOptions, fresh: bool) -> Made:
     for name, value, usual in (
         ("observation_dtype", options.observation_dtype, None),
         ("info_keys", tuple(options.info_keys), ()),
-        ("categorical_action_encoding", options.categorical, True),
+        ("categorical_action_encoding", options.categorical_action_encoding, True),
     ):
         if value != usual:
             raise ConfigError(
                 f"{name} ({value}) is for Gymnasium environments; a {type(env).__name__} decides "
                 "itself: have it give and take what you want, or drop this argument"
             )
-    if options.device is not None and env.device != options.device:
-        env = env.to(options.device)
+    if options.env_device is not None and env.device != options.env_device:
+        env = env.to(options.env_device)
     return TensorDictHandle(env)

@@ -16,7 +16,7 @@ from tensordict.nn.probabilistic import interaction_type
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import PolicyOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
@@ -50,10 +50,8 @@ def make_policy(
     env: EnvLayout,
     specs: Mapping[Key, Spec],
     probe: Window,
-    options: PolicyOptions,
-    exploration: ExplorationType = ExplorationType.RANDOM,
+    options: SourceOptions,
     one_hot: Collection[Key] = (),
-    counts: bool = False,
 ) -> RandomActions | ProgramPolicy:
     """Make a `Policy` of what the user gave.
 
@@ -67,9 +65,7 @@ def make_policy(
         specs: Per action key, what random actions are drawn from.
         probe: One step long, holds the observation of the first reset.
         options: How it is run, and where; the device of its first weight by default.
-        exploration: How the policy acts in that call.
         one_hot: Actions that the environment wants as one-hot vectors.
-        counts: Whether the collector counts steps, which the policy may read as ``"step_count"``.
 
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
@@ -87,12 +83,13 @@ def make_policy(
             drawn.inner = policy
             return drawn
         return SpecActions(policy, env)
-    device = _device_of(policy, options.device)
+    device = _device_of(policy, options.policy_device)
     observed = [field.key for field in env.observations]
     acted: list[Key] = [field.key for field in env.actions]
-    trust = options.trust_policy
+    trust, counts = options.trust_policy, options.counts
     adapted = adapt(policy, observed, acted, trust=trust, infos=env.infos, counts=counts)
     root = root_of(env, probe, device)
+    exploration = options.exploration_type
     adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
     call, lower = _accelerate(adapted.call, options, device)
     return ProgramPolicy(policy, call, signature, env, device=device, lower=lower)
@@ -154,8 +151,6 @@ class Shown:
     """Whether the environment takes actions as they are written."""
     infos: Collection[Key] = ()
     """Those of ``observed`` that are requested info entries."""
-    counts: bool = False
-    """Whether the collector counts steps, which the policy may read as ``"step_count"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +176,7 @@ class Actor:
     """Actions that the environment wants in another dtype, which holds every value."""
 
 
-def make_actor(
-    policy: Any,
-    shown: Shown,
-    options: PolicyOptions,
-    exploration: ExplorationType = ExplorationType.RANDOM,
-) -> tuple[Actor, TensorDictBase]:
+def make_actor(policy: Any, shown: Shown, options: SourceOptions) -> tuple[Actor, TensorDictBase]:
     """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
 
     Returns:
@@ -197,13 +187,13 @@ def make_actor(
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
-    root = shown.root
-    device = _device_of(policy, options.device, root.device)
-    trust, infos, counts = options.trust_policy, shown.infos, shown.counts
+    root, exploration = shown.root, options.exploration_type
+    device = _device_of(policy, options.policy_device, root.device)
+    trust, infos, counts = options.trust_policy, shown.infos, options.counts
     adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=infos, counts=counts)
-    away = _away(root, options.device, device)
+    away = _away(root, options.policy_device, device)
     # A policy for which the user named a device is shown that device.
-    named = options.device is not None or root.device is None
+    named = options.policy_device is not None or root.device is None
     given = root if named else root.copy().clear_device_()
     given = given if away is None else given.to(away)
     if shown.layout is None:
@@ -279,7 +269,7 @@ def signed_actor(
 
 
 def _accelerate(
-    policy: Callable[[Any], Any], options: PolicyOptions, device: torch.device
+    policy: Callable[[Any], Any], options: SourceOptions, device: torch.device
 ) -> tuple[Callable[[Any], Any], bool]:
     """Compile ``policy``, capture it, or both; what the result returns its next call overwrites.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import nn
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
-from gleanrl.core.options import EnvOptions, PolicyOptions, RolloutOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Source, SourceFactory
+from gleanrl.core.options import SourceOptions
+from gleanrl.core.protocols import Env, Policy, Pool, Source
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
@@ -48,36 +48,23 @@ from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 
 @dataclass(frozen=True, slots=True)
-class Initialised:
-    """A `SourceFactory` that calls the user's ``init_fn`` first."""
-
-    init_fn: Callable[[], Any]
-    factory: SourceFactory
-
-    def __call__(self, worker: int) -> Source:
-        """Call ``init_fn``, then build the source."""
-        self.init_fn()
-        return self.factory(worker)
-
-
-@dataclass(frozen=True, slots=True)
 class SourceBuilder:
-    """A `SourceFactory` with all settings of a worker's source, in picklable groups."""
+    """A `SourceFactory`: all settings of a worker's source, which can be pickled."""
 
-    env: EnvOptions
-    policy: PolicyOptions
-    rollout: RolloutOptions
+    options: SourceOptions
 
     def __call__(self, worker: int) -> Source:
-        """Build the source. Random states are restored.
+        """Call ``init_fn``, then build the source. Random states are restored.
 
         Raises:
             ConfigError: options the environment cannot honour.
         """
+        if self.options.init_fn is not None:
+            self.options.init_fn()
         streams = Streams()
-        streams.begin(self.rollout.stream)
+        streams.begin(self.options.stream)
         with preserved(), streams.active():
-            made = make_env(self.env)
+            made = make_env(self.options)
             try:
                 return self._serve(made)
             except BaseException:
@@ -87,10 +74,10 @@ class SourceBuilder:
     def _serve(self, made: Made) -> Source:
         if isinstance(made, TensorDictHandle):
             return self._serve_tensordicts(made)
-        if isinstance(made, GymnasiumEnv) and not self.policy.fast:
+        if isinstance(made, GymnasiumEnv) and not self.options.fast:
             handle = TensorDictHandle(_with_tensordicts(made))
             return self._serve_tensordicts(handle, judges=False, why="fast=False")
-        check_can_cut(made, self.rollout)
+        check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policy = self._policy(made, first)
@@ -102,7 +89,7 @@ class SourceBuilder:
                 handle = TensorDictHandle(env, root)
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
-        return kind(made, first, policy, self.rollout)  # type: ignore[arg-type]  # each its own
+        return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
 
     def _policy(self, env: Env | Pool, first: Window) -> Policy:
         policy = make_policy(
@@ -110,10 +97,8 @@ class SourceBuilder:
             env=env.layout,
             specs=env.action_specs,
             probe=first,
-            exploration=self.rollout.exploration,
-            options=self.policy,
+            options=self.options,
             one_hot=_one_hot(env.action_specs),
-            counts=self.rollout.counts,
         )
         self._check_inputs(policy.states, IS_INIT in policy.provided)
         return policy
@@ -132,7 +117,7 @@ class SourceBuilder:
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
         root = handle.root.clone()
-        shown = _shown(env, root, layout, judges, self.rollout.counts)
+        shown = _shown(env, root, layout, judges)
         if known is not None:
             away = None if known.device.type == "cpu" else known.device
             actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
@@ -140,19 +125,19 @@ class SourceBuilder:
         else:
             actor, after = self._actor(env, shown)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
-        expected = None if layout is None else expect(env, layout, after, actor, self.rollout)
-        return TensorDictRollout(handle, actor, self.rollout, expected=expected, why=why)
+        expected = None if layout is None else expect(env, layout, after, actor, self.options)
+        return TensorDictRollout(handle, actor, self.options, expected=expected, why=why)
 
     def _actor(self, env: Any, shown: Shown) -> tuple[Actor, TensorDictBase]:
         """Return the actor, and the root as the environment would receive it."""
         chosen = complete_exploration(self._user_policy(), env)
         if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
             return Actor(), shown.root
-        return make_actor(chosen, shown, self.policy, self.rollout.exploration)
+        return make_actor(chosen, shown, self.options)
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]
-        if wanted and not self.policy.provide_inputs:
+        if wanted and self.options.auto_register_policy_transforms is False:
             raise PolicyError(
                 f"the policy reads {', '.join(map(format_key, wanted))}, which the environment "
                 "does not give; add them to the environment, or drop "
@@ -161,13 +146,14 @@ class SourceBuilder:
 
     def _user_policy(self) -> Any:
         """Return the policy that runs: the user's own object, or a copy on another device."""
-        given = self.policy
+        given = self.options
         policy = given.policy if given.policy_factory is None else given.policy_factory()
+        device = given.policy_device
         if not isinstance(policy, nn.Module):
             return policy
         tensors = [*policy.parameters(), *policy.buffers()]
-        if given.device is not None and any(t.device != given.device for t in tensors):
-            return copy.deepcopy(policy).to(given.device)
+        if device is not None and any(t.device != device for t in tensors):
+            return copy.deepcopy(policy).to(device)
         return policy
 
 
@@ -181,13 +167,7 @@ def _with_tensordicts(env: GymnasiumEnv) -> Any:
     return env.inner if same else GymEnv.of(source)
 
 
-def _shown(
-    env: Any,
-    root: TensorDictBase,
-    layout: EnvLayout | None,
-    judges: bool,
-    counts: bool,
-) -> Shown:
+def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: bool) -> Shown:
     return Shown(
         root,
         observed=[key for key, _ in spec_leaves(env.full_observation_spec)],
@@ -197,7 +177,6 @@ def _shown(
         one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
         judges=judges,
         infos=env.info_entries if isinstance(env, EnvBase) else (),
-        counts=counts,
     )
 
 

@@ -11,7 +11,7 @@ from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.keys import IS_INIT, STEP_COUNT
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
@@ -56,7 +56,7 @@ class DenseRollout(BaseSource):
         env: Env,
         first: Window,
         policy: Policy,
-        options: RolloutOptions,
+        options: SourceOptions,
     ) -> None:
         """Learn the layout.
 
@@ -147,7 +147,7 @@ class DenseRollout(BaseSource):
                 self._next_root.tensor(field.key)[rows] = int(field.dtype == torch.bool)
 
 
-def check_can_cut(env: Env | Pool, options: RolloutOptions) -> None:
+def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:
     """Check that single environments can be reset if that is needed.
 
     Raises:

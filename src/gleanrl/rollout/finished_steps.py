@@ -22,7 +22,7 @@ from gleanrl.core.keys import (
     next_key,
 )
 from gleanrl.core.layout import EnvLayout, Field, Group
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
@@ -49,7 +49,7 @@ class ExpectedSteps:
 
 
 def expect(
-    env: Any, layout: EnvLayout, root: TensorDictBase, actor: Actor, options: RolloutOptions
+    env: Any, layout: EnvLayout, root: TensorDictBase, actor: Actor, options: SourceOptions
 ) -> ExpectedSteps | None:
     """Return the expected contents of steps of ``env``, before the first step.
 
@@ -86,7 +86,7 @@ def expect(
         for key in actor.policy_written_state
         if key not in roots and key in written
     }
-    shown = () if options.compact else layout.observations
+    shown = () if options.compact_obs else layout.observations
     after = {field.key: field for field in (*layout.rewards, *shown)}
     after |= written
     plan = RolloutPlan(

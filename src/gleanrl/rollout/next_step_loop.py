@@ -27,7 +27,7 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.policies.program import ProgramPolicy
@@ -161,7 +161,7 @@ class NextStepRollout(DenseRollout):
         pool: Pool,
         first: Window,
         policy: Policy,
-        options: RolloutOptions,
+        options: SourceOptions,
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
 

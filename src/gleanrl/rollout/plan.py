@@ -25,7 +25,7 @@ from gleanrl.core.keys import (
     next_key,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, numpy_dtype
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
@@ -53,7 +53,7 @@ class RolloutPlan:
         batch_shape: tuple[int, ...],
         root: Iterable[Field],
         after: Iterable[Field],
-        options: RolloutOptions,
+        options: SourceOptions,
         *,
         dones: Sequence[DoneGroup],
         finite: Container[Key],
@@ -98,7 +98,7 @@ class RolloutPlan:
         self._finite = sorted(floats, key=lambda field: field.key[0] != NEXT)
 
     @classmethod
-    def of(cls, env: EnvLayout, policy: Policy, options: RolloutOptions) -> RolloutPlan:
+    def of(cls, env: EnvLayout, policy: Policy, options: SourceOptions) -> RolloutPlan:
         """Return the plan of an environment whose data go into rows.
 
         Raises:
@@ -110,7 +110,7 @@ class RolloutPlan:
         states = [after[key] for key in policy.states]
         init = [Field(IS_INIT, (1,), torch.bool)] if IS_INIT in policy.provided else []
         root_fields = (*env.observations, *states, *init)
-        shown = () if options.compact else env.observations
+        shown = () if options.compact_obs else env.observations
         observed, written = ([field.key for field in each] for each in (env.observations, outputs))
         check_options(options, observed, end_groups(options, env.dones), written)
         return cls(
@@ -281,7 +281,7 @@ def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Ca
     return lambda: mean_rewards(rewards, size)
 
 
-def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:
+def end_groups(options: SourceOptions, dones: Iterable[DoneGroup]) -> tuple[DoneGroup, ...]:
     """Return the delivered end flags: environments that can be cut can be truncated."""
     if options.max_frames_per_traj is None:
         return tuple(dones)
@@ -289,7 +289,7 @@ def end_groups(options: RolloutOptions, dones: Iterable[DoneGroup]) -> tuple[Don
 
 
 def check_options(
-    options: RolloutOptions,
+    options: SourceOptions,
     observed: Iterable[Key],
     groups: Sequence[DoneGroup],
     written: Iterable[Key],

@@ -13,7 +13,7 @@ from torch import nn
 from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Pool
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.envs.tensordict import TensorDictHandle
@@ -34,7 +34,7 @@ class BaseSource:
         envs: Env | Pool | TensorDictHandle,
         inner: Any,
         user_policy: Any,
-        options: RolloutOptions,
+        options: SourceOptions,
     ) -> None:
         """Serve ``envs``.
 
@@ -178,7 +178,7 @@ class BaseSource:
         self._envs.close()
 
     def _exploration(self) -> Any:
-        return set_interaction_type(self.options.exploration)
+        return set_interaction_type(self.options.exploration_type)
 
 
 def explanation(loop: str, env: str, policy: Sequence[str]) -> str:

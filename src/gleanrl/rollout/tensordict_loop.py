@@ -29,7 +29,7 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.layout import DoneGroup, Layout
 from gleanrl.core.messages import Report
-from gleanrl.core.options import RolloutOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
@@ -56,7 +56,7 @@ class TensorDictRollout(BaseSource):
         self,
         handle: TensorDictHandle,
         actor: Actor,
-        options: RolloutOptions,
+        options: SourceOptions,
         *,
         expected: ExpectedSteps | None,
         why: str,
@@ -95,7 +95,7 @@ class TensorDictRollout(BaseSource):
             for key, _ in spec_leaves(spec)
         }
         hidden = map(next_key, observed) if expected is None else expected.ignored
-        self._hidden = tuple(hidden) if options.compact else ()
+        self._hidden = tuple(hidden) if options.compact_obs else ()
         self._plan = None if expected is None else expected.plan
         self._bulk = RolloutPlan(
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()

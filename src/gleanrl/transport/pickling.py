@@ -24,8 +24,8 @@ from gleanrl.memory.shared import check_memory
 _DEEPEST = 8
 _ANYWHERE = ("cpu", "meta")
 """Devices that every process has."""
-_GROUPS = re.compile(r"^(factory\.)*(env|policy|rollout)\.")
-"""How option groups are reached; users know the arguments in them."""
+_AROUND = re.compile(r"^((args\[0\]|factory|options)\.)+")
+"""The way to a worker's record of arguments; users know the arguments in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
                 break
         else:
             break
-    return _GROUPS.sub("", path.lstrip(".")), error
+    return _AROUND.sub("", path.lstrip(".")), error
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

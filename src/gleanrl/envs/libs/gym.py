@@ -92,7 +92,7 @@ class GymEnv(EnvBase):
                 made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
                 self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
             options = GymOptions(
-                categorical=categorical_action_encoding,
+                categorical_action_encoding=categorical_action_encoding,
                 observation_dtype=observation_dtype,
                 info_keys=info_keys,
             )
