@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.torchrl_scripts import Result, rate
+from tools.torchrl_scripts import rate
 
 from benchmarks import picture, scaling
 from benchmarks.harness import OURS, summary
@@ -230,19 +230,17 @@ def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
     """Yield a row per script that ran on GleanRL."""
     yield "| script | GleanRL, frames/s | TorchRL, frames/s |"
     yield "|---|---|---|"
+    both = []
     for entry in document["scripts"]:
-        ours, theirs = (
-            Result(**entry[name]) if name in entry else None for name in ("gleanrl", "torchrl")
-        )
-        if ours is not None and ours.ran:
-            yield f"| `{entry['script']}` | {rate(ours)} | {rate(theirs)} |"
-    both = [
-        (entry["gleanrl"]["collecting"], entry["torchrl"]["collecting"])
-        for entry in document["scripts"]
-        if all(entry.get(name, {}).get("collecting") for name in ("gleanrl", "torchrl"))
-    ]
-    slower = sum(ours < theirs for ours, theirs in both)
-    yield from ("", f"{slower} of {len(both)} scripts with two rates are slower with GleanRL.")
+        ours, theirs = entry.get("gleanrl"), entry.get("torchrl")
+        if ours and ours["ended"] in ("finished", "limit"):
+            rates = [
+                rate(run["ended"], run["collecting"]) if run else "-" for run in (ours, theirs)
+            ]
+            yield f"| `{entry['script']}` | {rates[0]} | {rates[1]} |"
+        if ours and theirs and ours["collecting"] and theirs["collecting"]:
+            both.append(ours["collecting"] < theirs["collecting"])
+    yield from ("", f"{sum(both)} of {len(both)} scripts with two rates are slower with GleanRL.")
     yield from _origin([document])
 
 

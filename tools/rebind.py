@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 # What GleanRL stands in for. Environments, modules, data and losses stay TorchRL's.
 REPLACED = ("collectors", "weight_update")
@@ -48,6 +50,14 @@ def rebind(source: str) -> Rebound:
         lines[first : last + 1] = [head + text + tail] + ["\n"] * (last - first)
         # Line numbers stay: what is left of a statement of several lines are empty lines.
     return Rebound("".join(lines), tuple(moved), tuple(kept))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment variables of a program that imports this checkout, and ``more``."""
+    root = Path(__file__).parent.parent
+    path = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    plain = {"OMP_NUM_THREADS": "1", "MUJOCO_GL": "disabled"}
+    return {**plain, **os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _replaced(node: ast.ImportFrom) -> bool:

