@@ -10,10 +10,11 @@ SOURCE = Path(__file__).parent.parent / "src" / "gleanrl"
 ALLOWED = {
     "core": {"core"},
     "memory": {"core", "memory"},
-    "envs": {"core", "memory", "envs"},
-    "policies": {"core", "memory", "policies"},
+    "operations": {"core", "operations"},
+    "envs": {"core", "memory", "operations", "envs"},
+    "policies": {"core", "memory", "operations", "policies"},
     "weights": {"core", "memory", "weights"},
-    "rollout": {"core", "memory", "envs", "policies", "weights", "rollout"},
+    "rollout": {"core", "memory", "operations", "envs", "policies", "weights", "rollout"},
 }
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}

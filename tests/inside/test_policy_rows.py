@@ -28,8 +28,8 @@ from torch import nn
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
+from gleanrl.operations.recorder import OpRecorder, Unknown
 from gleanrl.policies import RandomActions, RandomPolicy, set_exploration_type
-from gleanrl.policies.op_recorder import OpRecorder, Unknown
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch.nn.parameter import is_lazy
 
-from gleanrl.policies.inspect import modules_of
+from gleanrl.policies.units import modules_of
 
 ENDS = ("done", "terminated", "truncated")
 

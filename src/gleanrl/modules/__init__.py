@@ -3,7 +3,7 @@
 from tensordict.nn import NormalParamExtractor
 
 from gleanrl.core.errors import refuse
-from gleanrl.policies.normals import IndependentNormal, TanhNormal
+from gleanrl.policies.distributions import IndependentNormal, TanhNormal
 from gleanrl.policies.random import RandomPolicy
 
 __all__ = ["IndependentNormal", "NormalParamExtractor", "RandomPolicy", "TanhNormal"]

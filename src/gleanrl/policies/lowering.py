@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -19,7 +18,6 @@ from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
     TensorDictModule,
-    TensorDictModuleBase,
     set_interaction_type,
 )
 from tensordict.nn.probabilistic import interaction_type
@@ -28,18 +26,19 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
-from gleanrl.policies.adapt import TensorCall, converted
-from gleanrl.policies.inspect import (
-    Watch,
+from gleanrl.operations.proofs import (
     functions_are_genuine,
     is_genuine,
+    is_made_of_layers,
     is_plain,
     qualified,
-    units_of,
     uses,
 )
-from gleanrl.policies.op_recorder import Check, OpRecorder, OwnStream, Slot, require
-from gleanrl.policies.probe import PolicyTrace, Unit, call_on, equal
+from gleanrl.operations.recorder import Check, OpRecorder, OwnStream, Slot, require
+from gleanrl.operations.watch import Watch, equal
+from gleanrl.policies.adapt import TensorCall, converted
+from gleanrl.policies.probe import PolicyTrace, Unit, call_on
+from gleanrl.policies.units import units_of
 
 Tensor: TypeAlias = torch.Tensor
 Written: TypeAlias = dict[Key, Tensor]
@@ -285,7 +284,7 @@ class _Segment:
         require(set(reads) <= set(unit.visible))
         args = [self._read(key) for key in reads]
         kept = [key for key in keys if key != _DROPPED]
-        if _is_librarys(fn):
+        if is_made_of_layers(fn):
             module, ops = cast("nn.Module", fn), self._ops
             ops.changing([*module.parameters(), *module.buffers()])
             for part in module.modules():
@@ -446,38 +445,6 @@ def _why_kept(unit: Unit) -> str:
 
 
 # -- functions on tensors, called as they are ------------------------------------------------------
-
-_LIBRARIES = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
-
-
-def _is_librarys(fn: Any) -> bool:
-    """Tell whether ``fn`` is a module all code of which is that of libraries."""
-    return isinstance(fn, nn.Module) and all(map(_is_layer, fn.modules()))
-
-
-def _is_layer(part: nn.Module) -> bool:
-    return (
-        type(part).__module__.startswith(_LIBRARIES)
-        and not isinstance(part, TensorDictModuleBase)
-        and is_plain(part)
-        and all(map(_is_function, filter(callable, vars(part).values())))
-        and all(map(_is_dense, [*part.parameters(recurse=False), *part.buffers(recurse=False)]))
-    )
-
-
-def _is_function(value: Any) -> bool:
-    """Tell whether ``value`` is a function of torch's, or a class (no call makes instances)."""
-    home = getattr(value, "__globals__", {"__name__": "torch."})["__name__"]
-    return isinstance(value, BuiltinFunctionType | FunctionType | type) and home.startswith("torch")
-
-
-def _is_dense(weight: Any) -> bool:
-    """Tell whether ``weight`` is numbers in memory, and no tensor with a mind of its own."""
-    return (
-        type(weight) in (nn.Parameter, Tensor)
-        and weight.layout is torch.strided
-        and not weight.is_meta
-    )
 
 
 def _returning(module: Any, out: Any) -> Callable[[Any], Any]:

@@ -20,11 +20,12 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.operations.proofs import qualified
 from gleanrl.policies.adapt import adapt
-from gleanrl.policies.inspect import modules_of, qualified
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
 from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
 from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
+from gleanrl.policies.units import modules_of
 
 __all__ = [
     "Actor",

@@ -35,9 +35,10 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import warn
 from gleanrl.core.streams import preserved
+from gleanrl.operations.watch import equal, same_memory, writes_so_far
 from gleanrl.policies.adapt import Adapted
 from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
-from gleanrl.policies.inspect import children_of, modules_of, selects, units_of, watch_layers
+from gleanrl.policies.units import children_of, modules_of, selects, units_of, watch_layers
 
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 _T = TypeVar("_T")
@@ -213,26 +214,6 @@ class _Snapshot:
         # What is written in place counts even if it left the values as they were, this time.
         unwritten = writes_so_far(before) == self._versions[key]
         return unwritten and same_memory(before, value) and torch.equal(value, self.values[key])
-
-
-def writes_so_far(tensor: torch.Tensor) -> int:
-    """Return how often ``tensor`` was written in place, 0 where nothing counts that."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same numbers in memory."""
-    return one is other or (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.stride() == other.stride()
-    )
-
-
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same, bit for bit."""
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
 
 
 # -- what the call shows ---------------------------------------------------------------------------

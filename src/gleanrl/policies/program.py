@@ -21,10 +21,12 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import nest
-from gleanrl.policies.inspect import may_lower, selects
+from gleanrl.operations.proofs import may_lower
+from gleanrl.operations.recorder import Check, Slot
+from gleanrl.operations.watch import equal, same_memory, writes_so_far
 from gleanrl.policies.lowering import Lowering, Odd, Parts, Program, check_unchanged
-from gleanrl.policies.op_recorder import Check, Slot
-from gleanrl.policies.probe import PolicySignature, call_on, equal, same_memory, writes_so_far
+from gleanrl.policies.probe import PolicySignature, call_on
+from gleanrl.policies.units import selects
 
 
 class ProgramPolicy:

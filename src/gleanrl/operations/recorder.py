@@ -226,7 +226,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         self._made.update(fresh)
         # Whether all is valid is looked at once per rollout, where it has to be.
         if varies and _name(func) != "_is_all_true":
-            call = self._again(func, args, kwargs, result, given)
+            call = self._replayable_call(func, args, kwargs, result, given)
             self.complete = self.complete and call is not None and 0 not in fresh
             self._changing.update(fresh)
             if call is not None:
@@ -257,7 +257,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         call = partial(getattr(target, name), *_detached(args[1:]), **kwargs)
         self.add(call, given, None if draws else {place})
 
-    def _again(
+    def _replayable_call(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, given: set[int]
     ) -> Callable[[], Any] | None:
         """Return what computes ``result`` again, ``None`` if that is not known.

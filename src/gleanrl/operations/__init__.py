@@ -1,0 +1,1 @@
+"""Operations on tensors: recorded once, proven by replay, watched and replayed."""

@@ -1,0 +1,217 @@
+"""Whether what recorded calls read still is what it was.
+
+==================================  ==============================================================
+reader                              what is watched
+==================================  ==============================================================
+every module                        its class and bases, ``training``, hooks, the instance's
+                                    ``__dict__``, and the contents of lists, tuples and dicts in it
+layers                              memory of weights and buffers; their values at every step
+``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
+``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
+``QValueModule``                    ``action_space``, ``action_mask_key``, keys
+distributions                       classes of all that an instance is built of; bounds by value
+sequences and wrappers              ``_modules``, keys, flags
+the surroundings                    default dtype, ``composite_lp_aggregate``, functions of torch
+==================================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import composite_lp_aggregate
+from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
+from torch import nn
+
+from gleanrl.operations.proofs import functions_of_modules, is_genuine
+
+# Parts of a module that calling it does not read.
+_NOT_READ = {
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+}
+_DICTS = dict
+_LISTS = (list, tuple, set, frozenset, deque)
+_MAX_LENGTH = 1024
+"""What holds more is not compared at every rollout."""
+
+
+class Unwatchable(TypeError):
+    """What recorded calls read cannot be compared later."""
+
+
+class Watch:
+    """Notices when what was read is no longer what it was."""
+
+    def __init__(self) -> None:
+        """Watch nothing but the surroundings yet."""
+        self._seen: dict[int, Any] = {}
+        self._objects: list[Any] = []
+        self._kinds: list[type] = []
+        self._states: list[Any] = []
+        self._empty: list[Collection[Any]] = []
+        self._parts: list[Collection[Any]] = []
+        self._lengths: list[int] = []
+        self._values: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._memory: list[list[Any]] = [[], [], [], []]
+        self._settings: list[tuple[Callable[[], bytes], bytes]] = []
+        self._around = _surroundings()
+        self._hold(DETERMINISTIC_REGISTER)
+
+    def add(self, module: nn.Module) -> None:
+        """Remember ``module`` as it is now (not the modules below it).
+
+        Raises:
+            Unwatchable: an attribute cannot be compared later.
+        """
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        state = vars(module)
+        self._objects.append(module)
+        self._kinds.append(type(module))
+        self._states.append(state)
+        self.add_class(type(module))
+        self._part(state.values())
+        for name, value in state.items():
+            if name in ("_parameters", "_buffers"):
+                self._part(value)
+                self._part(value.values())
+                for tensor in value.values():
+                    if tensor is not None:
+                        self._tensor(tensor)
+            elif name not in _NOT_READ:
+                self._hold(value)
+
+    def add_class(self, kind: type) -> None:
+        """Remember ``kind`` and its bases as they are now."""
+        for cls in kind.__mro__[:-1]:
+            if id(cls) not in self._seen:
+                self._seen[id(cls)] = cls
+                self._part(vars(cls).values())
+                if not is_genuine(cls):
+                    for value in vars(cls).values():
+                        self._hold(value)
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The weights, and the tensors whose values are compared."""
+        return self._tensors
+
+    def changed(self) -> bool:
+        """Tell whether anything was replaced; weights changed in place are no change."""
+        try:
+            return not self._same()
+        except (RuntimeError, TypeError, ValueError):
+            return True  # What a tensor became has no memory to compare.
+
+    def _same(self) -> bool:
+        return (
+            not any(self._empty)
+            and list(map(len, self._parts)) == self._lengths
+            and all(map(operator.is_, chain.from_iterable(self._parts), self._values))
+            and all(map(operator.is_, map(type, self._objects), self._kinds))
+            and all(map(operator.is_, map(vars, self._objects), self._states))
+            and _memory(self._tensors) == self._memory
+            and all(read() == then for read, then in self._settings)
+            and _surroundings() == self._around
+        )
+
+    def _part(self, part: Collection[Any]) -> None:
+        if not part:
+            self._empty.append(part)
+            return
+        self._parts.append(part)
+        self._lengths.append(len(part))
+        self._values.extend(part)
+
+    def _hold(self, value: Any) -> None:
+        """Remember what ``value`` holds, if it can change in place."""
+        is_dict = isinstance(value, _DICTS)
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+            self._setting(_reader(value.detach()))
+        elif isinstance(value, np.ndarray):
+            self._setting(_reader(torch.from_numpy(value)))
+        elif (is_dict or isinstance(value, _LISTS)) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            if len(value) > _MAX_LENGTH:
+                raise Unwatchable(f"{len(value)} values in one attribute are too many to watch")
+            self._part(value)
+            if is_dict:
+                self._part(value.values())
+            for one in value.values() if is_dict else value:
+                self._hold(one)
+
+    def _setting(self, read: Callable[[], bytes]) -> None:
+        self._settings.append((read, read()))
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        for column, value in zip(self._memory, _memory([tensor]), strict=True):
+            column.extend(value)
+        self._tensors.append(tensor)
+
+
+def _memory(tensors: Collection[torch.Tensor]) -> list[list[Any]]:
+    """Return where the memory of ``tensors`` is and how they read it, column by column."""
+    return [
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+        list(map(_SHAPE, tensors)),
+        list(map(_DTYPE, tensors)),
+    ]
+
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
+    """Return what reads the values of a small tensor."""
+    if tensor.numel() > _MAX_LENGTH:
+        raise Unwatchable(f"a setting of {tensor.numel()} numbers is too large to watch")
+
+    def read() -> bytes:
+        return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return read
+
+
+def _surroundings() -> tuple[Any, ...]:
+    return torch.get_default_dtype(), composite_lp_aggregate(nowarn=True), *functions_of_modules()
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def writes_so_far(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was written in place, 0 where nothing counts that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same numbers in memory."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+    )
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same, bit for bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
