@@ -1,12 +1,12 @@
-"""Are the batches of every system right? Checked before the timing, field by field.
+"""Checks of every system's batches, field by field, before the timing.
 
-`first_batches`: in one process all systems get environments whose random numbers start alike, and
-torch is seeded alike before each first batch; whoever draws the same numbers in the same order has
-to deliver the same values.
+`first_batches`: in one process all systems get equally seeded environments, and torch has the same
+seed before each first batch. Systems that draw equal numbers in equal order must deliver equal
+values.
 
-`RealBatches`: workers draw from streams of their own, so that values cannot be compared between
-systems. What can be checked is that each row is a step of CartPole: the successor is what CartPole
-makes of observation and action, the log-probability what the network does.
+`RealBatches`: workers draw from streams of their own, so values cannot be compared between systems.
+Each row must be a step of CartPole: CartPole computes the successor from observation and action,
+and the network computes the log-probability.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BAD = re.compile("DIFFERENT|INCONSISTENT")
 
 
 def first_batches(systems: Mapping[str, System]) -> list[str]:
-    """Collect one batch of each and compare all with the first that shows its fields.
+    """Collect one batch of each system and compare all with the first that has fields.
 
     Returns:
         One line of text per system; lines that start with `WRONG` are disagreements.
@@ -89,7 +89,7 @@ def _rows(ours: Fields, theirs: Fields) -> tuple[np.ndarray, np.ndarray]:
 def _equal(name: str, one: np.ndarray, other: np.ndarray) -> bool:
     """Compare rows of all environments one after the other, ``[rows, ...]``."""
     if name.endswith("traj_ids"):
-        # Names of trajectories are free; where one ends and the next begins is not.
+        # Ids of trajectories are free; their first and last rows are not.
         return bool(np.array_equal(np.diff(one) != 0, np.diff(other) != 0))
     if one.dtype.kind == "f":
         return bool(np.allclose(one, other, rtol=1e-4, atol=1e-5))
@@ -97,7 +97,7 @@ def _equal(name: str, one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def consistent(fields: Fields) -> str:
-    """Check what must hold within any batch: successors follow, flags and ids agree."""
+    """Check the laws of any batch: successors follow, flags and ids agree."""
     if "next.observation" not in fields:
         return "no successors to check"
     done = fields["next.done"]
@@ -115,7 +115,7 @@ def consistent(fields: Fields) -> str:
 
 
 BATCHES = 8
-"""Batches looked at; consecutive ones, so that streams can be followed from one to the next."""
+"""Consecutive batches that are checked, so that streams can be followed through them."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ class RealBatches:
             logits = self.net(torch.from_numpy(fields["observation"]).float())
         action = torch.from_numpy(fields["action"]).long()
         expected = logits.log_softmax(-1).gather(-1, action.unsqueeze(-1))[..., 0].numpy()
-        # Rows that only reset have an action, too: it is ignored, and scored like any other.
+        # Rows that only reset also have an action: it is ignored, and scored like any other.
         close = np.allclose(expected, fields["action_log_prob"], rtol=1e-4, atol=1e-5)
         return [] if close else ["LOG-PROBABILITIES OF ANOTHER NETWORK"]
 
 
 def _motion(fields: Fields) -> list[str]:
-    """Check that CartPole moves so; without successors, on the rows that follow each other."""
+    """Check CartPole's equations of motion; without successors, on consecutive rows."""
     seen = fields["observation"].astype(np.float64)
     if "next.observation" in fields:
         after, known = fields["next.observation"], True
@@ -182,7 +182,7 @@ def _motion(fields: Fields) -> list[str]:
     right = np.isclose(expected, after, rtol=1e-4, atol=1e-5).all(-1)
     if "mask" in fields:
         right |= ~fields["mask"][:, : after.shape[1]]
-    # Where it is not told which rows end an episode, those few cannot obey.
+    # Without end flags, the few rows that end an episode cannot be told apart.
     good = right.all() if known else right.mean() > 0.9
     return [] if good else [f"NOT CARTPOLE: {1 - right.mean():.1%} of the rows"]
 

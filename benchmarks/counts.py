@@ -1,7 +1,7 @@
 """Counters that are the same on every machine: calls per step, bytes written, bytes allocated.
 
-Rates depend on the machine and its neighbours, these numbers only on the code, so that a test can
-hold them. Environments are `Still`: they do nothing, so that what is counted is ours.
+Rates depend on the machine and its neighbours, these numbers only on the code, so a test can pin
+them. Environments are `Still`: they do nothing, so all calls that are counted are GleanRL's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def still_frames() -> Still:
 
 @dataclass(frozen=True)
 class Calls:
-    """Function calls during something."""
+    """Numbers of function calls."""
 
     python: float
     """Calls of functions written in Python."""
@@ -85,7 +85,7 @@ def calls_per_step(envs: int = 16, policy: Any = None, steps: int = 32) -> tuple
 def calls_of_watching(batches: int = 64) -> Calls:
     """Count the calls per batch that measuring, adding up and showing make (`benchmarks.watching`).
 
-    What waits until many batches can be added up at once is shared out over ``batches``.
+    The cost of adding up many batches at once is divided by ``batches``.
     """
     from benchmarks.watching import bare
 
@@ -109,12 +109,12 @@ def _batch_calls(envs: int, policy: Any, steps: int, batches: int = 1) -> Calls:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rollout wrote and allocated."""
+    """Memory traffic of one rollout."""
 
     written: Mapping[str, float]
     """Per field, bytes written over bytes delivered: 1.0 is one write of everything."""
     unnamed: int
-    """Bytes written by torch into memory that is not delivered."""
+    """Bytes that torch wrote into memory that is not delivered."""
     transient: int
     """Most bytes that Python and numpy held at once beyond what they held at the start."""
 
@@ -169,7 +169,7 @@ def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
     from gleanrl.core.window import Window
 
     class CountingWindow(Window):
-        """Hands out arrays that add what is written through them to ``written``."""
+        """Hands out arrays that add the bytes written through them to ``written``."""
 
         written: Counter[Any]
 
@@ -187,7 +187,7 @@ def _window(fields: Any, envs: int, steps: int, counted: bool) -> Any:
 class _CountingArray(np.ndarray[Any, Any]):
     """Counts assignments, fills, and itself as the ``out`` of functions.
 
-    A write that goes past these shows as a field written less than once.
+    A write around these shows as a field written less than once.
     """
 
     key: Any = None

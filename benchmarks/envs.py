@@ -1,4 +1,4 @@
-"""The environments, as factories that everybody gets: same ids, same wrappers, same seeds."""
+"""The environments as factories, which all systems share: same ids, same wrappers, same seeds."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def seeded(build: EnvFactory, count: int) -> list[Make]:
 
 
 def unchecked(name: str, **options: Any) -> gym.Env[Any, Any]:
-    """Make an environment without the two wrappers of `gym.make` that only check how it is called.
+    """Make an environment without the two wrappers of `gym.make` that only check calls.
 
-    GleanRL takes these out of what a callable of the user's makes: here nobody has them.
+    GleanRL leaves these out of a user's environments, so here no system has them.
     """
     spec = replace(gym.spec(name), order_enforce=False, disable_env_checker=True)
     return gym.make(spec, **options)
 
 
 def cartpole() -> gym.Env[Any, Any]:
-    """Return CartPole as everybody gets it."""
+    """Return CartPole as all systems get it."""
     return unchecked("CartPole-v1")
 
 
@@ -54,14 +54,14 @@ def cartpole_checked() -> gym.Env[Any, Any]:
 
 
 def half_cheetah() -> gym.Env[Any, Any]:
-    """Return HalfCheetah as everybody gets it."""
+    """Return HalfCheetah as all systems get it."""
     with _silent():
         return unchecked("HalfCheetah-v5")
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what C code prints: MuJoCo has a remark about this model, once per environment."""
+    """Drop the output of C code: MuJoCo prints a remark about this model per environment."""
     kept = [os.dup(stream) for stream in (1, 2)]
     sink = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -132,10 +132,10 @@ class Still(gym.Env[Any, Any]):
 
 
 class Stamped(Still):
-    """Says in its observation what it did.
+    """Counts its steps in its observation.
 
-    An observation is ``size`` bytes; the first eight are the number of steps so far, the next eight
-    the number of the environment.
+    An observation is ``size`` bytes: eight for the number of steps so far, eight for the number of
+    the environment, and ones.
     """
 
     def __init__(self, number: int, size: int) -> None:

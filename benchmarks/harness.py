@@ -22,11 +22,11 @@ Clock = Callable[[], float]
 OURS = "gleanrl"
 WRONG = "WRONG"
 SETTLE = 0.3
-"""Seconds of batches before a window is timed: whatever was ready beforehand is used up in them."""
+"""Seconds of batches before a window is timed, which use up the batches that were ready."""
 
 
 class System:
-    """Something that fills batches, built once per case and driven by `run_case`."""
+    """A loop that fills batches, built once per case and driven by `run_case`."""
 
     def __init__(
         self,
@@ -37,16 +37,15 @@ class System:
         """Put it together from functions.
 
         Args:
-            collect: Collects one batch and returns how many agent steps (or whatever counts) it
-                holds.
-            fields: Returns the last batch for comparison, if there is anything to compare.
+            collect: Collects one batch and returns its size: agent steps, bytes or calls.
+            fields: Returns the last batch for comparison, or nothing.
             end: Releases environments and processes.
         """
         self.collect_batch, self.fields, self._end = collect, fields, end
         self._pids: set[int] | None = None
 
     def then(self, do: Callable[[int], int]) -> Self:
-        """Have ``do(size)`` follow each batch; it returns what the batch counts for."""
+        """Have ``do(size)`` follow each batch and return the size that counts."""
         collect = self.collect_batch
         self.collect_batch = lambda: do(collect())
         return self
@@ -54,7 +53,7 @@ class System:
     def sleep(self, pids: set[int]) -> None:
         """Stop the processes that building it started while other systems have their turn.
 
-        Some peers go on working or spinning when nobody asks them to.
+        Some peers work or spin between requests.
         """
         self._pids = pids
         self._signal(signal.SIGSTOP)
@@ -83,7 +82,7 @@ class System:
                 os.kill(pid, number)
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release environments and processes."""
         self._signal(signal.SIGCONT)
         self._end()
 
@@ -98,7 +97,7 @@ Build = Callable[[], System]
 
 @dataclass(frozen=True)
 class Reference:
-    """What ours is held against, and by how much it has to win."""
+    """A system to compare GleanRL with, and the target of the comparison."""
 
     name: str
     build: Build
@@ -115,7 +114,7 @@ class Case:
     ours: Build
     references: Sequence[Reference]
     check: Callable[[Mapping[str, System]], list[str]] | None = None
-    """Compares the first batches of all systems; lines that start with `WRONG` are errors."""
+    """Compares first batches; lines that start with `WRONG` are errors."""
     stopped: bool = False
     """Whether processes of systems that do not have their turn are stopped."""
 
@@ -132,8 +131,8 @@ def run_case(
         tick: Called with a short text after every window.
 
     Returns:
-        What was found, ready for JSON: rates in agent steps per second of wall time and of CPU
-        time, one per round; their medians and quartiles; ours over each reference.
+        The results, ready for JSON: rates per second of wall time and of CPU time, one per round;
+        their medians and quartiles; ours over each reference.
     """
     load = list(os.getloadavg())  # before anything of the case runs
     systems, skipped = _build(case)
@@ -183,7 +182,7 @@ def _measure(
     rates: dict[str, list[float]] = {name: [] for name in systems}
     cpu_rates: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(rounds):
-        # Every other round runs backwards, so that a drift of the machine favours nobody.
+        # Every other round runs backwards, so a drift of the machine favours no system.
         for name in systems if number % 2 == 0 else reversed(list(systems)):
             rate, cpu_rate = _window(systems[name], seconds)
             rates[name].append(rate)
@@ -219,7 +218,7 @@ def _ratios(case: Case, rates: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Return median, quartiles and extremes of what the rounds gave."""
+    """Return median, quartiles and extremes of the rounds."""
     rounds = values if len(values) > 1 else values * 2
     low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
     return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}

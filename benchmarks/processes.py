@@ -18,13 +18,13 @@ from typing import Any
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _TRACKER_S = 10.0
-"""Longest wait for a resource tracker to remove what its processes left."""
+"""Longest wait for a resource tracker to remove semaphores and shared memory."""
 
 
 def workers() -> set[int]:
     """Return the ids of all processes below this one that have no children themselves.
 
-    Servers that fork workers are left out: they are shared, and a sleeping one starts nobody.
+    Servers that fork workers are left out: they are shared, and a stopped one starts no worker.
     """
     children: dict[int, list[int]] = {}
     for pid, stat in _stats():
@@ -61,7 +61,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 @contextmanager
 def session(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program in a session of its own, and kill all that is left of the session at the end.
+    """Start a program in a session of its own, and kill the rest of the session at the end.
 
     Resource trackers of `multiprocessing` end by themselves when the others are dead: they remove
     the named semaphores and shared memory that these leave in ``/dev/shm``.
@@ -105,14 +105,14 @@ def in_fresh_process(
 ) -> Any:
     """Call a function in an interpreter of its own, with one thread, and return its result.
 
-    Threads and processes that one library leaves behind have made another one hang when it forked.
+    Libraries hang if they fork beside threads that another library has left behind.
 
     Args:
         module: Where the function is.
         function: Its name.
-        *arguments: What JSON can hold.
+        *arguments: Values of JSON.
         timeout_s: Seconds that it may take.
-        shown: Whether what it writes to standard error is shown.
+        shown: Whether its standard error is shown.
 
     Raises:
         RuntimeError: it failed, or took longer than ``timeout_s``.

@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tools.torchrl_scripts import rate
 
@@ -37,21 +37,20 @@ def take(name: str, results: Sequence[Path]) -> None:
     """Publish the runs of a suite; cases that were not run again stay as they are."""
     runs = [json.loads(file.read_text()) for file in results]
     path = PUBLISHED / f"{name}.json"
-    if "scripts" in runs[-1]:
+    if name in _WHOLE:
         if len(runs) > 1:
-            raise SystemExit(f"{name}: runs of scripts are not merged, give one file")
+            raise SystemExit(f"{name}: runs are not merged, give one file")
         path.write_text(json.dumps(runs[-1], indent=1) + "\n")
         return
-    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases = _published(name)["cases"] if path.exists() else {}
     for case in dict.fromkeys(case for run in runs for case in run["cases"]):
         cases[case] = merged([_entry(run, case) for run in runs if case in run["cases"]])
-    document = {"cases": cases}
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
 
 
 def _entry(run: dict[str, Any], case: str) -> dict[str, Any]:
-    """Return a case of a run with everything that is known of the run."""
+    """Return a case of a run with date, commit, versions, machine and settings of the run."""
     entry = {k: v for k, v in run["cases"][case].items() if k not in ("rates", "cpu_rates")}
     return {**entry, **{key: run.get(key) for key in _PROVENANCE}, "settings": run["settings"]}
 
@@ -93,20 +92,22 @@ def merged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _published(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
+    return found
+
+
 def table(name: str, only: str = "") -> str:
-    """Return the rows of a published suite as Markdown; ``only`` some cases, by commas."""
+    """Return the rows of a published suite as Markdown; of `scaling` ``only`` one case."""
     if name in _TARGETS:
         return "\n".join([*_TARGETS[name](), ""])
-    document = json.loads((PUBLISHED / f"{name}.json").read_text())
+    document = _published(name)
     if name in _WHOLE:
         return "\n".join([*_WHOLE[name](document, only), ""])
-    chosen = [case.strip() for case in only.split(",")] if only else list(document["cases"])
     head, lines = _TABLES.get(name, (_AGAINST, _rows))
-    rows = [*head]
-    for case in chosen:
-        rows += lines(document["cases"][case])
-    entries = [document["cases"][case] for case in chosen]
-    return "\n".join([*rows, "", _spread(entries), *_origin(entries), ""])
+    entries = list(document["cases"].values())
+    rows = (row for entry in entries for row in lines(entry))
+    return "\n".join([*head, *rows, "", _spread(entries), *_origin(entries), ""])
 
 
 def _rows(entry: dict[str, Any]) -> Iterator[str]:
@@ -130,51 +131,34 @@ def _ratio(ratio: dict[str, Any]) -> str:
     return f"{times(ratio['median'])} ({low} to {high})"
 
 
-class _Missed(NamedTuple):
-    """A missed target: its entry, the other system, the ratio and the reason."""
+def _targets() -> tuple[int, list[tuple[float, dict[str, Any], str]]]:
+    """Return the number of targets of all suites, and those that are missed.
 
-    entry: dict[str, Any]
-    other: str
-    ratio: dict[str, Any]
-    reason: str
-
-    @property
-    def reached(self) -> float:
-        """The part of the target that is reached."""
-        reached: float = self.ratio["median"] / self.ratio["target"]
-        return reached
-
-
-def _targets() -> tuple[int, list[_Missed]]:
-    """Return the number of targets of all suites, and those that are missed."""
-    why = json.loads((PUBLISHED / "reasons.json").read_text())
+    Each of these is the part of the target that is reached, the case's entry and a row.
+    """
+    why = _published("reasons")
     number, missed = 0, []
     for suite in SUITES:
-        for case, entry in json.loads((PUBLISHED / f"{suite}.json").read_text())["cases"].items():
-            number += sum(ratio["target"] is not None for ratio in entry["ratios"].values())
-            missed += [
-                _Missed(entry, other, ratio, why.get(f"{suite}/{case}/{other}", "Not known."))
-                for other, ratio in entry["ratios"].items()
-                if ratio["met"] is False
-            ]
+        for case, entry in _published(suite)["cases"].items():
+            for other, ratio in entry["ratios"].items():
+                number += ratio["target"] is not None
+                if ratio["met"] is False:
+                    reason = why.get(f"{suite}/{case}/{other}", "Not known.")
+                    cells = entry["title"], other, _ratio(ratio), f"{ratio['target']:g}", reason
+                    reached = ratio["median"] / ratio["target"]
+                    missed.append((reached, entry, f"| {' | '.join(cells)} |"))
     return number, missed
 
 
 _REASONS = "| work | against | ratio (spread) | target | likely reason |", "|---|---|---|---|---|"
 
 
-def _reasons(missed: Iterable[_Missed]) -> Iterator[str]:
-    yield from _REASONS
-    for entry, other, ratio, reason in missed:
-        title, target = entry["title"], f"{ratio['target']:g}"
-        yield f"| {title} | {other} | {_ratio(ratio)} | {target} | {reason} |"
-
-
 def _all_missed() -> Iterator[str]:
     """Yield a row per missed target of all suites, with the reason."""
     number, missed = _targets()
-    entries = [one.entry for one in missed]
-    yield from (f"{len(missed)} of {number} targets are missed:", "", *_reasons(missed), "")
+    entries = [entry for _, entry, _ in missed]
+    yield from (f"{len(missed)} of {number} targets are missed:", "", *_REASONS)
+    yield from (*(row for _, _, row in missed), "")
     if entries:
         yield from (_spread(entries), *_origin(entries))
 
@@ -182,14 +166,14 @@ def _all_missed() -> Iterator[str]:
 def _limits() -> Iterator[str]:
     """Yield the number of missed targets and the three that are missed by most."""
     number, missed = _targets()
-    worst = sorted(missed, key=lambda one: one.reached)[:3]
     yield f"{len(missed)} of {number} targets are missed. Furthest from the target are:"
-    yield from ("", *_reasons(worst))
+    worst = sorted(missed, key=lambda one: one[0])[:3]
+    yield from ("", *_REASONS, *(row for _, _, row in worst))
 
 
 def _training_included() -> Iterator[str]:
     """Yield a sentence: the least and the largest median ratio of each training loop."""
-    cases = json.loads((PUBLISHED / "training_rates.json").read_text())["cases"]
+    cases = _published("training_rates")["cases"]
     parts = []
     for title, case in TRAINING.items():
         medians = [ratio["median"] for ratio in cases[case]["ratios"].values()]
@@ -202,7 +186,7 @@ _TARGETS = {
     "limits": _limits,
     "training_included": _training_included,
 }
-"""What pages show of several suites, or of a suite in one sentence."""
+"""Parts of pages about several suites, or about a suite in one sentence."""
 
 
 def systems(entry: dict[str, Any]) -> Iterator[str]:
@@ -278,10 +262,12 @@ def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
 
 
 def _scaling(document: dict[str, Any], only: str) -> list[str]:
-    """Return the simulated rows of one case, or the straggler factors."""
+    """Return the simulated rows of one case, or of all, or the straggler factors."""
     if only == "stragglers":
         return [*scaling.show_stragglers(document[only]), "", _commits([document])]
-    return scaling.show(document["tables"][only])
+    if only:
+        return scaling.show(document["tables"][only])
+    return [line for name in document["tables"] for line in (name, *_scaling(document, name), "")]
 
 
 _WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
@@ -290,7 +276,16 @@ _WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
     "scaling": _scaling,
     "watching": _watching,
 }
-"""Files that are not a suite's, and what their tables are."""
+"""Tables of files that are not a suite of rates."""
+
+
+def measured(name: str, document: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of a run that is not published, with all rates."""
+    if name in _WHOLE:
+        yield from _WHOLE[name](document, "")
+    else:
+        yield from RATES
+        yield from (row for entry in document["cases"].values() for row in systems(entry))
 
 
 def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -383,7 +378,7 @@ README = {
 
 def pictures() -> Iterator[tuple[Path, str]]:
     """Yield every plot with its path: one per suite, one over all and the README's."""
-    suites = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in SUITES}
+    suites = {name: _published(name) for name in SUITES}
     title = "Frames per second: GleanRL over others"
     for name, document in suites.items():
         entries = document["cases"].values()
@@ -397,8 +392,7 @@ def pictures() -> Iterator[tuple[Path, str]]:
             groups.append(Group(head, bars))
             used += found
         yield PICTURES / f"{name}.svg", picture.draw(title, groups, _caption(*used))
-    simulated = json.loads((PUBLISHED / "scaling.json").read_text())
-    yield PICTURES / "scaling.svg", scaling.draw(simulated["tables"])
+    yield PICTURES / "scaling.svg", scaling.draw(_published("scaling")["tables"])
 
 
 def _caption(*entries: dict[str, Any]) -> list[str]:

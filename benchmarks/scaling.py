@@ -1,45 +1,38 @@
 """Frames per second against the number of nodes: a model, simulated, beside closed-form bounds.
 
-``python -m benchmarks.scaling`` prints one table per case and writes them as JSON, from which
-``python -m benchmarks.publish`` makes the tables and the plot of `docs/scaling.md`. Nothing here
-runs a collector: that page says what the model leaves out.
+Nothing here runs a collector: `docs/scaling.md` says what the model leaves out.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
-import json
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from benchmarks import picture
-from benchmarks.machine import origin
 from benchmarks.picture import short
 
 INF = math.inf
 NODES = (1, 4, 16, 64, 256, 1024, 4096)
 SPREADS = (0.1, 0.2, 0.5)
-PUBLISHED = Path(__file__).with_name("published") / "scaling.json"
 _QUANTILES = 4001
 _ROLLOUTS, _MOST_ROLLOUTS = 24, 120
 _AHEAD = 2
-"""Rollouts that a node is asked for beyond those delivered."""
+"""Rollouts that the learner requests from a node beyond those delivered."""
 _WARM = 0.25
 """Share of the rollouts that are delivered before counting begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a run is made of. Times in seconds, sizes in bytes, links in bytes per second."""
+    """The parameters of a run: seconds, bytes, and bytes per second of links."""
 
     nodes: int = 1
     envs: int = 16
@@ -51,7 +44,7 @@ class Cluster:
     spread: float = 0.0
     """Standard deviation of a rollout's duration over its mean (log-normal): stragglers."""
     frame_bytes: float = 0.0
-    """Of the layout: what crosses per frame."""
+    """Bytes of the layout that cross the link per frame."""
     sync: bool = False
     link_in: float = INF
     """Of a learner, from all its nodes together."""
@@ -104,7 +97,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of a run."""
+    """The results of a run."""
 
     frames_per_s: float
     lag: float
@@ -126,7 +119,7 @@ def straggler_factor(nodes: int, spread: float) -> float:
 
 
 def bounds(cluster: Cluster) -> dict[str, float]:
-    """Return what frames per second cannot exceed, by what it is that binds."""
+    """Return the upper bounds of frames per second, by the part that binds."""
     found = {
         "node": cluster.nodes * cluster.envs / cluster.step_s,
         "link in": _ratio(cluster.link_in, cluster.frame_bytes),
@@ -143,14 +136,14 @@ def bounds(cluster: Cluster) -> dict[str, float]:
 
 
 def binding(cluster: Cluster) -> str:
-    """Return which bound is the lowest, the sum of a synchronous round aside."""
+    """Return the lowest bound, without the sum of a synchronous round."""
     found = bounds(cluster)
     found.pop("round", None)
     return min(found, key=found.__getitem__)
 
 
 def _ratio(amount: float, rate: float) -> float:
-    """Return ``amount / rate``, where nothing over nothing takes no time and is no limit."""
+    """Return ``amount / rate``; infinite for a rate of zero, zero for an infinite one."""
     if rate == 0:
         return INF
     return 0.0 if math.isinf(rate) else amount / rate
@@ -178,7 +171,7 @@ def _durations(cluster: Cluster, rollouts: int, seed: int) -> Any:
 
 
 def _rounds(cluster: Cluster, durations: Any) -> Measured:
-    """Everybody gets the weights, makes a rollout, sends it; then the learner learns."""
+    """Each node gets the weights, makes a rollout and sends it; then the learner learns."""
     count = cluster.nodes
     turns = np.ones(count) if cluster.one_object else np.arange(1, count + 1)
     behind = np.arange(count, 0, -1) * cluster.moved_s
@@ -208,7 +201,7 @@ class _Node:
 
 
 class _FirstCome:
-    """An asynchronous run: the learner takes whatever was first.
+    """An asynchronous run: the learner takes rollouts in order of arrival.
 
     The learner and its link, in each direction, serve one at a time.
     """
@@ -221,8 +214,8 @@ class _FirstCome:
         self._order = itertools.count()
         self._now = self._in_free = 0.0
         self._newest = self._delivered = self._lag = 0
-        self._current = list(self._nodes)  # those that have the newest version
-        self._waiting: deque[_Node] = deque()  # those to send to
+        self._current = list(self._nodes)  # nodes with the newest version
+        self._waiting: deque[_Node] = deque()  # nodes that need a version
         self._arrived: deque[tuple[_Node, int]] = deque()
         self._sending = self._learning = False
 
@@ -339,7 +332,7 @@ WAYS = {
 
 
 def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
-    """Return one row per number of nodes: rates, lags, and what binds."""
+    """Return one row per number of nodes: rates, lags, and the bound that binds."""
     rows = []
     for count in nodes:
         row: dict[str, Any] = {"nodes": count}
@@ -357,7 +350,7 @@ def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
 
 
 def _rollouts(cluster: Cluster) -> int:
-    """Return how many rollouts a run takes in which weights have gone round a few times."""
+    """Return a number of rollouts in which every node gets weights a few times."""
     round_s = cluster.nodes * cluster.rollout_frames / min(bounds(cluster).values())
     sent = cluster.copies * cluster.sent_s
     return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
@@ -404,18 +397,7 @@ def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:
     return picture.curves("Frames per second over nodes", panels, notes)
 
 
-def main() -> None:
-    """Simulate every case and write what came of it."""
-    read = argparse.ArgumentParser(description=__doc__)
-    read.add_argument("--out", type=Path, default=PUBLISHED)
-    out: Path = read.parse_args().out
+def measure(*_: float) -> dict[str, Any]:
+    """Simulate every case; there are no rounds to repeat, and no seconds to measure for."""
     factors = {f"{spread}": [straggler_factor(n, spread) for n in NODES] for spread in SPREADS}
-    tables = {name: table(case) for name, case in CASES.items()}
-    found = {**origin(), "stragglers": factors, "tables": tables}
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    for name, rows in tables.items():
-        print("\n".join([name, *show(rows), ""]))
-
-
-if __name__ == "__main__":
-    main()
+    return {"stragglers": factors, "tables": {name: table(case) for name, case in CASES.items()}}

@@ -1,13 +1,12 @@
-"""A whole training: ``python -m benchmarks.training [--seeds N] [--target 475] [--frames N]``.
+"""Seconds of a whole training: ``examples/ppo.py`` with either library's collector.
 
-Runs ``examples/ppo.py`` as it is, and with only its collector exchanged for TorchRL's, in turns,
-each in a fresh process. What counts is the seconds from the call of ``train``, so with starting the
-workers, until the mean return of the last 100 episodes reaches the target.
+The example runs as it is, and with only its collector exchanged for TorchRL's, in turns, each in a
+fresh process. The clock runs from the call of ``train``, so it includes the start of the workers,
+until the mean return of the last 100 episodes reaches the target.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 import time
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import summary
-from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ppo.py"
-PUBLISHED = Path(__file__).parent / "published" / "training.json"
+TARGET, FRAMES = 475.0, 300_000
+"""Mean return to reach, and the most frames of a training."""
 OURS, THEIRS = "GleanRL", "TorchRL"
 
 
@@ -31,7 +30,7 @@ class TorchRLCollector:
     def __init__(
         self, name: str, policy: Any, *, num_workers: int, num_envs: int, **frames: int
     ) -> None:
-        """Start the workers, with all that TorchRL offers to be faster."""
+        """Start the workers, with all of TorchRL's options for speed."""
         from torchrl.collectors import MultiSyncCollector
 
         from benchmarks import envs
@@ -63,54 +62,39 @@ class TorchRLCollector:
             yield batch
 
     def stats(self) -> dict[str, float]:
-        """Return what the example asks for."""
+        """Return the number that the example reads."""
         return {"return_mean": sum(self._returns) / max(1, len(self._returns))}
 
 
-def run(system: str, seed: int, target: float, frames: int) -> dict[str, Any]:
-    """Train until the target and return frames, seconds and the return that was reached."""
+def run(system: str, seed: int, longest: float) -> dict[str, Any]:
+    """Train until the target, for ``longest`` seconds at most; return the last row and seconds."""
     train = runpy.run_path(str(EXAMPLE), run_name="ppo")["train"]
     if system == THEIRS:
-        import torchrl.collectors  # imports are not what is measured
+        import torchrl.collectors  # imports are not measured
         import torchrl.envs  # noqa: F401
 
         train.__globals__["MultiSyncCollector"] = TorchRLCollector
     began = time.perf_counter()
-    rows = train(frames=frames, seed=seed)
+    rows = train(frames=FRAMES, seed=seed)
     for row in rows:
-        if row["return"] >= target:
+        if row["return"] >= TARGET or time.perf_counter() - began > longest:
             break
     seconds = time.perf_counter() - began
     rows.close()
-    return {"seed": seed, **row, "seconds": seconds, "reached": row["return"] >= target}
+    return {"seed": seed, **row, "seconds": seconds, "reached": row["return"] >= TARGET}
 
 
-def main() -> None:
-    """Run both in turns, one seed after another, and write what they took."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--target", type=float, default=475.0)
-    parser.add_argument("--frames", type=int, default=300_000)
-    parser.add_argument("--out", type=Path, default=PUBLISHED)
-    given = parser.parse_args()
-    here = origin()  # the load before anything runs
+def measure(seeds: int, longest: float) -> dict[str, Any]:
+    """Run both in turns, one seed after another."""
     runs: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
-    for seed in range(given.seeds):
+    for seed in range(seeds):
         for system in (OURS, THEIRS) if seed % 2 == 0 else (THEIRS, OURS):
-            arguments = system, seed, given.target, given.frames
-            runs[system].append(in_fresh_process("benchmarks.training", "run", *arguments))
+            runs[system].append(in_fresh_process(__name__, "run", system, seed, longest))
             print(system, json.dumps(runs[system][-1]), flush=True)
     pairs = zip(runs[THEIRS], runs[OURS], strict=True)
-    doc = {
-        **here,
-        "target": given.target,
+    return {
+        "target": TARGET,
         "runs": runs,
         "seconds": {system: summary([r["seconds"] for r in rs]) for system, rs in runs.items()},
         "ratio": summary([theirs["seconds"] / ours["seconds"] for theirs, ours in pairs]),
     }
-    given.out.write_text(json.dumps(doc, indent=1) + "\n")
-    print(json.dumps({"seconds": doc["seconds"], "ratio": doc["ratio"]}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,15 @@
-"""What watching costs: ``python -m benchmarks.watching [--rounds N] [--seconds S]``.
+"""The cost of watching: measuring, adding up and showing.
 
-A collector in one process, with ``progress=True``, collects with a clock around everything that
-measures, counts and shows; the CPU time of the thread that shows progress is added. The same is
-measured of a timeline. As a check, the collector takes turns of a few batches, watched and with all
-of that but the timeline left out: on a quiet machine the difference is about the same, on a busy
-one it is noise. A worker process takes the time of its own parts; nobody takes turns with it. What
-the learner adds up while the worker collects is shown, but not counted: the learner waits then.
+A collector in one process, with ``progress=True``, collects with a clock around all functions that
+measure, count and show; the CPU time of the thread that shows progress is added. A timeline is
+measured the same way. As a check, the collector takes turns of a few batches with and without these
+functions: on a quiet machine the difference is about the same, on a busy one it is noise. A worker
+process measures its own parts, without turns. The sums that the learner makes while the worker
+collects are shown, but not counted, because the learner waits then.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -33,11 +32,9 @@ import torch
 
 from benchmarks import envs, policies
 from benchmarks.harness import summary
-from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 from benchmarks.systems.ours import Batches, inline, over
 
-PUBLISHED = Path(__file__).parent / "published" / "watching.json"
 CASES = {
     "1024 frames of 16 CartPole": ("cartpole", 16, 1024),
     "256 frames of 16 CartPole": ("cartpole", 16, 256),
@@ -48,6 +45,7 @@ CASES = {
 """Environment, number of them, and frames of a batch."""
 LIMIT = 0.5
 """Percent that watching may cost with batches of 1024 frames."""
+NUMBERS = "microseconds", "percent", "timeline", "turns"
 TURN_S = 0.05
 """Seconds of a turn, about."""
 TIMELINE_LIMIT = 3.0
@@ -57,7 +55,7 @@ Parts = list[tuple[Any, str, str, Callable[..., Any]]]
 
 
 def parts() -> Parts:
-    """Return the functions that watch, what each does, and what takes its place in a bare turn."""
+    """Return the functions that watch, the part of each, and its replacement in a bare turn."""
     from gleanrl.core.returns import NONE_ENDED
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import Tracker
@@ -110,7 +108,7 @@ def timed(parts: Parts) -> Iterator[Counter[str]]:
 
 
 def stepwise(steps: int) -> float:
-    """Return the seconds per rollout that its steps are timed for, one rollout of 16."""
+    """Return the seconds per rollout of timing its steps; one rollout of 16 is timed."""
     from gleanrl.rollout.step_clock import StepClock
 
     def nothing(_: int) -> None:
@@ -187,7 +185,7 @@ class _TimedUntilClosed(gym.Wrapper[Any, Any, Any, Any]):
 
 @dataclass(frozen=True)
 class TimedFrom:
-    """Builds an environment; from then on, the process measures what watching takes in it."""
+    """Builds an environment; from then on, the process measures its parts of watching."""
 
     build: Callable[[], gym.Env[Any, Any]]
     path: Path
@@ -199,7 +197,7 @@ class TimedFrom:
 
 
 def run(case: str, seconds: float) -> dict[str, Any]:
-    """Return what watching costs: percent by part, and by taking turns."""
+    """Return the cost of watching: percent by part, and by taking turns."""
     torch.set_num_threads(1)
     name, count, frames = CASES[case]
     if name == "cartpole":
@@ -228,7 +226,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
 
 
 def measured(system: Batches, steps: int, seconds: float, turns: bool = True) -> dict[str, Any]:
-    """Return what watching costs in this process, where a rollout has ``steps`` steps."""
+    """Return the cost of watching in this process, where a rollout has ``steps`` steps."""
     (progress,) = [t for t in threading.enumerate() if t.name == "gleanrl-progress"]
     assert progress.ident is not None
     thread = time.pthread_getcpuclockid(progress.ident)
@@ -258,7 +256,7 @@ def measured(system: Batches, steps: int, seconds: float, turns: bool = True) ->
             took = {}
             for watched in (True, False) if len(ratios) % 2 else (False, True):
                 with nullcontext() if watched else bare():
-                    collect(1)  # with what the other turn has left in the caches
+                    collect(1)  # fills the caches after the other turn
                     took[watched] = collect(batches)
             ratios.append(took[True] / took[False])
     finally:
@@ -272,38 +270,16 @@ def measured(system: Batches, steps: int, seconds: float, turns: bool = True) ->
     }
 
 
-def main() -> None:
-    """Measure all cases in turns, each time in a fresh process, and write what was found."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, default=PUBLISHED)
-    given = parser.parse_args()
-    here = origin()  # the load before anything runs
+def measure(rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure all cases in turns, each time in a fresh process."""
     found: dict[str, list[dict[str, Any]]] = {case: [] for case in CASES}
-    for _ in range(given.rounds):
-        for case, rounds in found.items():
-            rounds.append(in_fresh_process("benchmarks.watching", "run", case, given.seconds))
-            print(case, json.dumps(rounds[-1]), flush=True)
-    numbers = ("microseconds", "percent", "timeline", "turns")
-    doc = {
-        **here,
-        "limit": LIMIT,
-        "timeline_limit": TIMELINE_LIMIT,
-        "cases": {
-            case: {
-                **{
-                    name: summary([one[name] for one in rounds])
-                    for name in numbers
-                    if rounds[0][name] is not None
-                },
-                "rounds": rounds,
-            }
-            for case, rounds in found.items()
-        },
-    }
-    given.out.write_text(json.dumps(doc, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    for _ in range(rounds):
+        for case, runs in found.items():
+            runs.append(in_fresh_process(__name__, "run", case, seconds))
+            print(case, json.dumps(runs[-1]), flush=True)
+    cases = {}
+    for case, runs in found.items():
+        columns = {name: [run[name] for run in runs] for name in NUMBERS}
+        kept = {name: summary(values) for name, values in columns.items() if None not in values}
+        cases[case] = {**kept, "rounds": runs}
+    return {"limit": LIMIT, "timeline_limit": TIMELINE_LIMIT, "cases": cases}

@@ -1,1 +1,1 @@
-"""What the project's developers run, and users do not: foreign code against GleanRL."""
+"""Programs for the project's developers."""

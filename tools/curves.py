@@ -2,8 +2,8 @@
 
 ``python -m tools.curves NAME [--seeds 5] [--frames N] [--plot-only]`` runs ``train(frames, seed)``
 of ``examples/NAME.py`` once per seed, each in a process of its own, and writes
-``docs/curves/NAME.json``, ``docs/curves/NAME.png`` and the result in ``docs/examples.md``. What is
-there after each seed is complete, so a run may be cut short.
+``docs/curves/NAME.json``, ``docs/curves/NAME.png`` and the result in ``docs/examples.md``. The
+files are complete after each seed, so a run may be cut short.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import json
 import math
 import re
 import runpy
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import origin
+from benchmarks.processes import in_fresh_process
 
 ROOT = Path(__file__).parent.parent
 CURVES, PAGE = ROOT / "docs" / "curves", ROOT / "docs" / "examples.md"
@@ -39,15 +38,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--frames", type=int, help="default: that of train()")
     parser.add_argument("--plot-only", action="store_true")
-    parser.add_argument("--run-seed", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.run_seed is not None:
-        _run(given.name, given.frames, given.run_seed)
-        return
     path = CURVES / f"{given.name}.json"
     doc = json.loads(path.read_text()) if given.plot_only else _describe(given.name)
     for seed in range(0 if given.plot_only else given.seeds):
-        doc["runs"].append({"seed": seed, **_columns(_rows(given.name, given.frames, seed))})
+        rows = in_fresh_process("tools.curves", "run", given.name, given.frames, seed, shown=True)
+        print(f"{given.name} seed {seed}: {dict(zip(COLUMNS, rows[-1], strict=True))}", flush=True)
+        doc["runs"].append({"seed": seed, **_columns(rows)})
         text = json.dumps(doc, indent=1)
         path.write_text(re.sub(r"\[[^][{}]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
     draw(doc, path.with_suffix(".png"))
@@ -56,41 +53,21 @@ def main() -> None:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    CURVES.mkdir(exist_ok=True)
-    here = origin()
-    found = {package: version for package, version in here["versions"].items() if version}
-    day, machine = here["created"][:10], here["machine"]
-    return {
-        "example": name,
-        "date": day,
-        "commit": here["commit"],
-        "machine": machine,
-        "versions": found,
-        "runs": [],
-    }
+    found = origin()
+    versions = {package: version for package, version in found["versions"].items() if version}
+    kept = {"commit": found["commit"], "machine": found["machine"], "versions": versions}
+    return {"example": name, "date": found["created"][:10], **kept, "runs": []}
 
 
-def _run(name: str, frames: int | None, seed: int) -> None:
-    """Train in this process and print each row; seconds count from the call of ``train``."""
+def run(name: str, frames: int | None, seed: int) -> list[list[float]]:
+    """Train in this process; return a row per batch, with seconds from the call of ``train``."""
     train = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name=name)["train"]
     budget = inspect.signature(train).parameters["frames"].default if frames is None else frames
     began = time.perf_counter()
-    for row in train(frames=budget, seed=seed):
-        seconds = time.perf_counter() - began
-        print(json.dumps([row["frames"], row["return"], row["loss"], seconds]), flush=True)
-
-
-def _rows(name: str, frames: int | None, seed: int) -> list[list[float]]:
-    """Return the rows of one seed, run in a process of its own."""
-    command = [sys.executable, "-m", "tools.curves", name, "--run-seed", str(seed)]
-    command += [] if frames is None else ["--frames", str(frames)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    rows: list[list[float]] = [json.loads(line) for line in done.stdout.splitlines()]
-    frames_made, last, _, seconds = rows[-1]
-    print(
-        f"{name} seed {seed}: {frames_made} frames, return {last:.1f}, {seconds:.0f} s", flush=True
-    )
-    return rows
+    return [
+        [row["frames"], row["return"], row["loss"], time.perf_counter() - began]
+        for row in train(frames=budget, seed=seed)
+    ]
 
 
 def _columns(rows: list[list[float]]) -> dict[str, list[float]]:
@@ -137,9 +114,9 @@ def draw(doc: dict[str, Any], path: Path) -> None:
 
 
 def summary(doc: dict[str, Any]) -> str:
-    """Return one line: what each seed ended with, after how many frames, when, and on what.
+    """Return one line: final return of each seed, frames, date, machine and versions.
 
-    A ``note`` that somebody put into the file, about that recording, follows.
+    A ``note`` in the file, about that recording, follows.
     """
     runs, found, commit = doc["runs"], doc["versions"], doc.get("commit")
     ends = ", ".join(f"{run['return'][-1]:.4g}" for run in runs)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# What GleanRL stands in for. Environments, modules, data and losses stay TorchRL's.
+# GleanRL replaces these packages. Environments, modules, data and losses stay TorchRL's.
 REPLACED = ("collectors", "weight_update")
 _IN_STRING = re.compile(rf"^(\s*from )torchrl(\.(?:{'|'.join(REPLACED)})\b[\w.]* import )")
 
@@ -48,7 +48,7 @@ def rebind(source: str) -> Rebound:
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         head, tail = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
         lines[first : last + 1] = [head + text + tail] + ["\n"] * (last - first)
-        # Line numbers stay: what is left of a statement of several lines are empty lines.
+        # Empty lines take the place of a long statement's other lines, so line numbers stay.
     return Rebound("".join(lines), tuple(moved), tuple(kept))
 
 

@@ -95,10 +95,10 @@ GROUPS = {
     ),
     "tools": Group(
         "Trajectories, exploration, profiling",
-        "What works on batches, policies and collectors.",
+        "Functions on batches, policies and collectors.",
         ("engine.trajectories", "policies", "tensordict.nn", "engine"),
     ),
-    "errors": Group("Errors", "What GleanRL raises.", ("core.errors",)),
+    "errors": Group("Errors", "Exceptions of GleanRL.", ("core.errors",)),
     "launchers": Group(
         "Slurm jobs",
         "Start a learner and its nodes as one Slurm job each.",
@@ -124,7 +124,7 @@ EXTRAS = {
     "video": "Videos of pixels, as in `Start`.",
     "wandb": "``WandbLogger``.",
 }
-"""What each extra of pyproject.toml is for."""
+"""The purpose of each extra of pyproject.toml."""
 
 
 class Public(NamedTuple):
@@ -148,7 +148,7 @@ class Public(NamedTuple):
 
 
 def public() -> dict[int, Public]:
-    """Return what is public, by identity."""
+    """Return the public objects, by identity."""
     found: dict[int, Public] = {}
     for module in map(importlib.import_module, MODULES):
         for name in sorted(module.__all__, key=lambda name: _is_alias(module, name)):
@@ -194,7 +194,7 @@ def _group_of(module: str, path: str) -> tuple[str, int]:
 
 
 def write(folder: Path) -> None:
-    """Write the reference's sources into ``folder``; what is right already stays as it is."""
+    """Write the reference's sources into ``folder``; files that are right stay untouched."""
     pages = dict(_pages())
     for path in folder.rglob("*.*"):
         if str(path.relative_to(folder)) not in pages:
@@ -297,7 +297,7 @@ def _class(entry: Public, homes: dict[Any, str]) -> str:
 
 
 def _members(value: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names of members that have a docstring, and what tells each from others."""
+    """Yield the names of members that have a docstring, each with a key of its own."""
     for name in sorted(dir(value)):
         base = next((base for base in value.__mro__ if name in vars(base)), None)
         if name.startswith("_") or base is None or not base.__module__.startswith("gleanrl"):
@@ -338,7 +338,7 @@ def _indented(text: str) -> str:
 
 
 def undocumented(described: Container[str]) -> list[str]:
-    """Return the public names that are not among those that the site describes."""
+    """Return the public names that the site does not describe."""
     names = {path for entry in public().values() for path in (entry.path, *entry.aliases)}
     return sorted(name for name in names if name not in described)
 
@@ -346,7 +346,7 @@ def undocumented(described: Container[str]) -> list[str]:
 # -- how docstrings are shown ----------------------------------------------------------------------
 
 _MANY = 15
-"""Arguments of which a signature shows only those that have to be given, or by position can be."""
+"""A signature with more arguments shows only the required and the positional ones."""
 
 
 def signature(value: Any) -> str | None:
@@ -369,8 +369,8 @@ def signature(value: Any) -> str | None:
 def complete(kind: str, value: Any, lines: list[str]) -> None:
     """Put types and defaults into a docstring, in place, before it is read as Google's style.
 
-    That style takes what is before a colon for a type, also where it is the beginning of a
-    sentence: what is returned, and properties, get their types.
+    That style reads any text before a colon as a type, also the beginning of a sentence. So
+    return values and properties get their types.
 
     Args:
         kind: ``"class"``, ``"method"``, ``"property"``, ...

@@ -1,1 +1,1 @@
-"""What is compared: each suite is a function that returns its cases."""
+"""Comparisons: each suite is a function that returns its cases."""

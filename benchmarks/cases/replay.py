@@ -26,7 +26,7 @@ SLICE_S = 0.05
 """Seconds of background collection that count as one batch."""
 Make = Callable[[int], TensorDict]
 Prepare = Callable[[], Callable[[], Any]]
-"""Fills a buffer and returns what is timed."""
+"""Fills a buffer and returns the call that is timed."""
 
 
 def all_cases() -> list[Case]:
@@ -149,7 +149,7 @@ def prioritized() -> Case:
 
 
 class Act(nn.Module):
-    """Samples from the logits of a network, and delivers no more than actions."""
+    """Samples from the logits of a network, and delivers actions alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The workloads, what ours is held against in each, and by how much it has to win."""
+"""The workloads in one process, their references and the targets."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def half_cheetah(kind: str, target: float | None = 0.9) -> Case:
 
 
 def pong() -> Case:
-    """Large observations: what counts is how often they are copied."""
+    """Large observations: the number of copies decides."""
     factories = envs.seeded(envs.pong, 8)
     return case(
         "pong",

@@ -30,7 +30,7 @@ ROLLOUTS = {"1MB": (2**15, 16), "64MB": (2**20, 32)}
 
 
 def multi() -> list[Case]:
-    """Return the cases of processes: against everybody else and against bare copies."""
+    """Return the cases of processes: against other libraries and against bare copies."""
     return [
         *(two_processes(kind) for kind in ("sync", "async")),
         process_peers(),
@@ -125,7 +125,7 @@ def start_ray(where: str) -> None:
     import ray
 
     if not ray.is_initialized():
-        # Actors import what they run from here.
+        # Actors import the benchmarks from here.
         here = str(Path(__file__).parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
         ray.init(
@@ -167,7 +167,7 @@ def two_processes(kind: str) -> Case:
 
 
 def process_peers() -> Case:
-    """Against environments in processes with the policy in front of them."""
+    """Against a process per environment, with the policy in the learner's process."""
     factories = envs.seeded(envs.cartpole, WORKERS * ENVS)
     sb3 = partial(peers.sb3_processes, factories, NET, STEPS)
     vector = partial(peers.async_vector_env, factories, NET, STEPS)
@@ -193,7 +193,7 @@ def many_workers(kind: str) -> Case:
 
 
 def nobody_waits() -> Case:
-    """Two nodes against two collectors in two processes that nobody waits for."""
+    """Two nodes against two collectors in two processes without a learner."""
     builds = [partial(_apart, worker) for worker in range(WORKERS)]
     apart = "2 in-process collectors in 2 processes"
     return Case(
@@ -252,7 +252,7 @@ def sent(kind: str, name: str) -> Case:
 
 
 def made_and_sent(name: str) -> Case:
-    """The same, held against processes that have to make what they send, too."""
+    """The same against processes that also make the data that they send."""
     size, steps = ROLLOUTS[name]
     return delivered(
         f"collected-{name}-async",

@@ -1,1 +1,1 @@
-"""What is measured: ours, hand-written loops, peers, and bare transport."""
+"""Systems to measure: GleanRL, hand-written loops, other libraries, bare transport."""

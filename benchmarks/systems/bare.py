@@ -1,6 +1,6 @@
-"""Bare transport: copies, messages, torch.distributed. What no system can beat.
+"""Bare transport: copies, messages, torch.distributed. No system can be faster.
 
-Everything here delivers as many bytes as a collector does, and nothing else.
+Every system here delivers as many bytes as a collector does, and nothing else.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def forked(
 
 
 def answers(builds: Sequence[Callable[[], Callable[[], Any]]], size: int) -> System:
-    """Return processes that do something again and again, and only say that it is done.
+    """Return processes that repeat a call and report each end.
 
-    Each is asked twice before the first answer is taken, so that none waits for us.
+    Each gets two requests before the first answer is taken, so none waits for this process.
 
     Args:
-        builds: Called in a process each; what it returns is called once per request.
-        size: What one answer counts for.
+        builds: Called in a process each; the results are called once per request.
+        size: Size of the batch that one answer stands for.
     """
     pipes, theirs = zip(*(multiprocessing.Pipe() for _ in builds), strict=True)
     waiting: list[Any] = list(pipes)
@@ -90,7 +90,7 @@ def _answer(pipe: Connection, build: Callable[[], Callable[[], Any]]) -> None:
 
 
 def copies(size: int, steps: int) -> System:
-    """Return what fills the memory of one rollout after the other with ``numpy.copyto``.
+    """Return a system that fills the memory of one rollout after the other by ``numpy.copyto``.
 
     It copies ``steps`` arrays of ``size`` bytes row by row, and counts bytes.
     """
@@ -151,7 +151,7 @@ def sends(size: int) -> System:
 
 
 def collected(size: int, steps: int) -> System:
-    """Return a system whose processes collect what they send: the least that nodes have to do."""
+    """Return a system whose processes collect the data that they send, as nodes must."""
 
     def work(rank: int) -> None:
         from gleanrl.collectors import Collector

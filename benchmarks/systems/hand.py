@@ -1,9 +1,8 @@
-"""Hand-written loops: what ours is measured against. Bare modules, no TensorDict, no checks.
+"""Hand-written loops to compare GleanRL with: bare modules, no TensorDict, no checks.
 
 `hand_loop` steps single Gymnasium environments, `pool_loop` a vectorised one whose automatic reset
-costs a step. Actors choose actions. Scores are computed once per batch from what was stored: a
-log-softmax and a gather per row would cost five times as much, and whoever writes the tightest loop
-moves them out of it.
+costs a step. Actors choose actions. Scores are computed once per batch from the stored rows,
+because a log-softmax and a gather per row would cost five times as much.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 class Actor:
-    """Chooses the actions of ``P`` environments and keeps what a policy delivers."""
+    """Chooses the actions of ``P`` environments and keeps the outputs of a policy."""
 
     _observations: Sequence[torch.Tensor] = ()
     _seen: list[Any]
-    """What the network returned, row by row."""
+    """The network's outputs, row by row."""
 
     def __init__(self, **outputs: torch.Tensor) -> None:
         """Keep memory for ``outputs``, ``[T, P, ...]``, valid after `finish`."""
@@ -44,7 +43,7 @@ class Actor:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Compute in bulk what no environment waits for."""
+        """Compute the outputs that no environment waits for, in bulk."""
 
 
 class RandomActor(Actor):
@@ -131,7 +130,7 @@ class AddmmActor(CategoricalActor):
 
 
 class NormalActor(Actor):
-    """``net`` gives location and scale of continuous actions, squashed by tanh if asked."""
+    """``net`` gives location and scale of continuous actions, squashed by tanh with ``squash``."""
 
     def __init__(
         self, net: nn.Module, steps: int, envs: int, size: int, squash: bool = False
@@ -271,10 +270,10 @@ def hand_loop(factories: Sequence[EnvFactory], steps: int, actor: Actor) -> Syst
 
 
 def pool_loop(pool: Any, steps: int, actor: Actor) -> System:
-    """Return what steps the pool ``T`` times per batch and stores every row it returns.
+    """Return a loop that steps the pool ``T`` times per batch and stores every row.
 
     The step after an end is no transition, only the reset: such rows are marked in ``mask`` and not
-    counted. Ours delivers none of them; the bare loop leaves sorting them out to its user.
+    counted. GleanRL delivers none of them; the bare loop leaves the choice to its user.
     """
     memory = _Memory(pool.reset()[0], steps, actor)
     rows, rewards, traj, step = list(memory.rows), memory.reward, memory.traj, pool.step

@@ -71,6 +71,6 @@ def over(
 
 
 def quiet_worker() -> None:
-    """What everybody's processes are told: one thread, no argument checks in distributions."""
+    """Set one thread and no argument checks in distributions, as in all workers."""
     torch.set_num_threads(1)
     torch.distributions.Distribution.set_default_validate_args(False)

@@ -1,4 +1,4 @@
-"""Other people's collectors, each in its own best documented configuration for this machine."""
+"""Collectors of other libraries, each in its best documented configuration for this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TORCHRL_SHORTCUTS: Mapping[str, Any] = {
     "use_buffers": True,
     "auto_register_policy_transforms": False,
 }
-"""What TorchRL's documentation offers to every one of its collectors to be faster."""
+"""Arguments that TorchRL's documentation recommends for the speed of any collector."""
 
 
 def torchrl(env: Any, policy: Any, frames: int) -> Batches:
@@ -44,7 +44,7 @@ def torchrl(env: Any, policy: Any, frames: int) -> Batches:
 
 
 def torchrl_gym(factory: EnvFactory) -> Any:
-    """Return one environment wrapped by TorchRL; discrete actions are indices as for everyone."""
+    """Return one environment wrapped by TorchRL; discrete actions are indices."""
     from torchrl.envs import GymWrapper
 
     return GymWrapper(factory(), categorical_action_encoding=True)
@@ -71,7 +71,7 @@ def torchrl_transformed(env: Any) -> Any:
 
 
 DistributionOf = Callable[[Any], Any]
-"""Makes what a network returns the distribution of actions."""
+"""Makes a network's output the distribution of actions."""
 
 
 def _categorical(logits: torch.Tensor) -> Categorical:
@@ -86,8 +86,8 @@ def cleanrl(
 ) -> System:
     """Return a rollout phase as single-file PPO scripts write it, over ``SyncVectorEnv``.
 
-    It stores what such scripts store: no ``next`` observations, no trajectory ids, one flag. The
-    critic is left out, so that everybody runs the same network.
+    Like such scripts it stores no ``next`` observations, no trajectory ids and one flag. The
+    critic is left out, so all systems run the same network.
     """
     envs = sync_vector_env(factories)
     count = envs.num_envs
@@ -129,7 +129,7 @@ def sync_vector_env(factories: Sequence[EnvFactory]) -> gym.vector.SyncVectorEnv
 
 
 def _stored(*stored: Any) -> Fields:
-    """Return what loops without successors store, ``[T, P, ...]``, and what is observed next."""
+    """Return the arrays of loops without successors, ``[T, P, ...]``, and the next observations."""
     arrays = [np.asarray(each) for each in stored]
     last = arrays.pop()
     return {
@@ -144,8 +144,8 @@ _NAMES = "observation", "action", "action_log_prob", "next.reward", "next.done"
 class SB3(System):
     """``PPO.collect_rollouts`` on ``DummyVecEnv`` with the same policy network.
 
-    It cannot go without a critic: by default that is a second network of the same size; ``lean``
-    makes it one linear layer on the observation. Its advantages are part of the time too.
+    It needs a critic: by default that is a second network of the same size; ``lean``
+    makes it one linear layer on the observation. The time includes its advantages.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _READ = "observation", "action", "action_log_prob", "next.reward", "next.done"
 
 
 class PPO:
-    """The update that everybody gets: advantages, then some epochs of shuffled minibatches."""
+    """The update of all loops: advantages, then some epochs of shuffled minibatches."""
 
     def __init__(
         self, actor: nn.Module, inputs: int, of: DistributionOf, epochs: int, minibatches: int
@@ -51,7 +51,7 @@ class PPO:
     def _advantages(
         self, observation: Tensor, reward: Tensor, done: Tensor, last: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return gains and targets; ``last``, ``[P, ...]``, is what is observed next."""
+        """Return gains and targets; ``last``, ``[P, ...]``, is the next observation."""
         with torch.no_grad():
             value = self._critic(observation).squeeze(-1)
             after = torch.cat([value[:, 1:], self._critic(torch.as_tensor(last))], 1)
@@ -144,7 +144,7 @@ Sample = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class DQN:
-    """The update that everybody gets, once per four frames."""
+    """The update of all loops, once per four frames."""
 
     def __init__(self, values: nn.Module, frames: int) -> None:
         self._values, self._target = values, copy.deepcopy(values)
