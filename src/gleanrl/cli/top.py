@@ -23,6 +23,7 @@ from rich.text import Text
 
 from gleanrl.cli.display import plural, print_table
 from gleanrl.cli.options import TopOptions
+from gleanrl.core.deadline import Deadline
 from gleanrl.watch.progress import clock_time, number, plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
@@ -108,9 +109,9 @@ def _keys() -> Iterator[Any]:
     before = termios.tcgetattr(sys.stdin)
 
     def quits(seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if select.select([sys.stdin], [], [], left)[0]:
+        deadline = Deadline(seconds)
+        while not deadline.expired:
+            if select.select([sys.stdin], [], [], deadline.left)[0]:
                 key = os.read(sys.stdin.fileno(), 1)
                 if not key or key in _QUIT:
                     return True

@@ -32,6 +32,7 @@ from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_schedule import NothingSent, Sending
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import (
     ArgumentTypeError,
     ClosedError,
@@ -1014,13 +1015,12 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 "close_env=False: the environments of workers cannot outlive their process"
             )
         limit = (60.0 if here else 10.0) if timeout is None else timeout
-        deadline = time.monotonic() + limit
+        deadline = Deadline(limit)
         self._ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
-        left = max(0.0, deadline - time.monotonic())
         try:
-            self._engine.close(left, close_env, raise_on_error and failure is None)
+            self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:
             self._watching.close()
             self._threads()

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import math
 import os
 import secrets
 import select
@@ -33,6 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError, WorkerDied
 from gleanrl.core.options import warn
 
@@ -118,7 +118,7 @@ class Guest(NamedTuple):
     keys: Keys
 
 
-def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: float) -> Guest:
+def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadline) -> Guest:
     """Let a node in that has connected.
 
     Args:
@@ -126,7 +126,7 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: float)
         secret: What the node has to know.
         timeout_s: Told to the node: seconds without a sign of life after which either side takes
             the other for gone.
-        deadline: When the node has to have authenticated (of `time.monotonic`).
+        deadline: When the node has to have authenticated.
 
     Raises:
         HandshakeError: the other side does not know the secret, says nothing, or is gone.
@@ -153,7 +153,7 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, f
         HandshakeError: who answers is not the learner.
         CollectorTimeout: nobody answers.
     """
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     address = invitation.host, invitation.port
     try:
         sock = _connect(address, deadline)
@@ -168,7 +168,9 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, f
         raise
 
 
-def _introduce(sock: socket.socket, invitation: Invitation, deadline: float) -> tuple[Keys, float]:
+def _introduce(
+    sock: socket.socket, invitation: Invitation, deadline: Deadline
+) -> tuple[Keys, float]:
     where = f"{invitation.host}:{invitation.port}"
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     if not hello.startswith(_MAGIC):
@@ -210,34 +212,33 @@ def keep_alive(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _connect(address: tuple[str, int], deadline: float) -> socket.socket:
+def _connect(address: tuple[str, int], deadline: Deadline) -> socket.socket:
     """Connect, also to a learner that is not listening just yet."""
     while True:
-        left = deadline - time.monotonic()
         try:
-            return socket.create_connection(address, max(0.1, left))
+            return socket.create_connection(address, max(0.1, deadline.left))
         except OSError:
-            if left <= 0:
+            if deadline.expired:
                 raise
-            time.sleep(min(0.2, left))
+            time.sleep(min(0.2, deadline.left))
 
 
 def _sign(secret: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"".join(parts), "sha256")
 
 
-def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
-    sock.settimeout(max(0.01, deadline - time.monotonic()))
+def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+    sock.settimeout(max(0.01, deadline.left))
     try:
         sock.sendall(data)
     except OSError as err:
         raise HandshakeError(f"a connection ended before it was let in ({err})") from err
 
 
-def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
+def _receive(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     data = bytearray()
     while len(data) < count:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        sock.settimeout(max(0.01, deadline.left))
         try:
             part = sock.recv(count - len(data))
         except OSError as err:
@@ -286,7 +287,7 @@ class _Wanted:
     """A node that has to join."""
 
     life: int
-    deadline: float | None = None
+    deadline: Deadline | None = None
     """Until then it has to have joined, or once it has, to be up; ``None`` before it is started."""
     node: Node | None = None
     """Its connection, once it was let in."""
@@ -342,7 +343,7 @@ class NodeAdmitter:
 
         They have no deadline of their own: the learner has one.
         """
-        self._wanted = {index: _Wanted(0, math.inf) for index in range(count)}
+        self._wanted = {index: _Wanted(0, Deadline(None)) for index in range(count)}
         self._launcher.launch([self._invitation(index) for index in range(count)])
         self._start(self._admit_loop)
 
@@ -389,9 +390,9 @@ class NodeAdmitter:
         self._done.clear()
         bell, self.bell = self.bell, -1
         os.close(bell)  # nobody rings any more
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for thread in threads:  # last: an interrupt meanwhile leaves nothing undone
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(deadline.left)
 
     # -- the thread that lets nodes in -----------------------------------------------------------
 
@@ -433,7 +434,7 @@ class NodeAdmitter:
         return Invitation(str(host), int(port), node, self._secret, self._timeout_s)
 
     def _launch(self, index: int, wanted: _Wanted) -> None:
-        wanted.deadline = time.monotonic() + self._timeout_s
+        wanted.deadline = Deadline(self._timeout_s)
         try:
             self._launcher.launch([self._invitation(index)])
         except BaseException as err:  # `SystemExit` of a launcher would end this thread only
@@ -449,7 +450,7 @@ class NodeAdmitter:
             reason = f"is not known to run ({err})"
         if reason is not None:
             self._fail(index, wanted, f"{reason} before it joined; what it printed last tells why")
-        elif wanted.deadline is not None and time.monotonic() > wanted.deadline:
+        elif wanted.deadline is not None and wanted.deadline.expired:
             done = "joined" if wanted.node is None else "built its environments"
             self._fail(index, wanted, f"had not {done} within {self._timeout_s} s")
 
@@ -478,8 +479,7 @@ class NodeAdmitter:
 
     def _hear(self, sock: socket.socket) -> None:
         try:
-            deadline = time.monotonic() + _INTRODUCTION
-            guest = admit(sock, self._secret, self._heartbeat, deadline)
+            guest = admit(sock, self._secret, self._heartbeat, Deadline(_INTRODUCTION))
         except HandshakeError:
             sock.close()
             return
@@ -501,7 +501,7 @@ class NodeAdmitter:
                 gone = "" if wanted.life else f"was gone as soon as it had joined ({err})"
                 node = None
             if wanted.life and node is not None:
-                wanted.deadline = time.monotonic() + self._timeout_s
+                wanted.deadline = Deadline(self._timeout_s)
         if node is not None:
             self._bring_up(index, wanted, node)
         elif gone:

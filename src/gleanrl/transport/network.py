@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.transport.data_plane import (
@@ -125,12 +126,11 @@ class Node(ChannelPeer):
     def _read_until(self, there: Callable[[], bool], timeout: float | None) -> None:
         readable = select.poll()
         readable.register(self.channel, select.POLLIN)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while not there():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise CollectorTimeout(f"node {self.index} did not answer in time")
-            readable.poll(None if left is None else 1000 * left)
+            if deadline.expired:
+                raise CollectorTimeout(f"node {self.index} did not answer within {timeout} s")
+            readable.poll(None if timeout is None else 1000 * deadline.left)
             self.read()
 
     # -- messages --------------------------------------------------------------------------------
@@ -415,16 +415,15 @@ class NetworkBackend(RemoteBackend[Node]):
         self._factories = pickled_each(factories)
         self._admitter.launch_first(len(factories))
         joined: dict[int, Node] = {}
-        deadline = time.monotonic() + self._start_timeout
+        deadline = Deadline(self._start_timeout)
         while missing := [worker for worker in range(len(factories)) if worker not in joined]:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if deadline.expired:
                 host, port = self.address
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._look()
-            node = self._next_joined(min(left, LOOK))
+            node = self._next_joined(min(deadline.left, LOOK))
             if node is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]

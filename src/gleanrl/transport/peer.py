@@ -6,13 +6,13 @@ import contextlib
 import os
 import select
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.platforms import require_linux
 from gleanrl.transport.wire import Channel, CommandWriter, reply_in
@@ -115,26 +115,15 @@ class RemoteBackend(ABC, Generic[P]):
             CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a worker is gone.
         """
-        if not self._arrived:
-            self._await(timeout)
-        reply = reply_in(self._arrived[0])
-        self._arrived.popleft()  # now: an interrupt while it was being read must not lose it
-        return reply
-
-    def _await(self, timeout: float | None) -> None:
-        """Wait until something is in `_arrived`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        left = 0.0 if self._looks_first else timeout
-        while True:
-            soon = self._poll(left)
+        deadline, wait = Deadline(timeout), 0.0 if self._looks_first else timeout
+        while not self._arrived:
+            soon = self._poll(wait)
             if self._arrived:
-                return
-            now = time.monotonic()
-            if deadline is not None:
-                if now >= deadline:
-                    raise CollectorTimeout(f"no worker replied within {timeout} s")
-                soon = deadline - now if soon is None else min(soon, deadline - now)
-            left = soon
+                break
+            if deadline.expired:
+                raise CollectorTimeout(f"no worker replied within {timeout} s")
+            wait = deadline.timeout if soon is None else min(soon, deadline.left)
+        return reply_in(self._arrived.popleft())
 
     def _died(self, peer: P, reason: str) -> WorkerDied:
         """Let go of ``peer``, which is gone; return the error that says so."""

@@ -25,11 +25,11 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 
 _REQUEST = struct.Struct("=4sq")
@@ -105,14 +105,14 @@ class Zygote:
             CollectorTimeout: the zygote did not answer in time.
             WorkerDied: this process could not be started, or the zygote itself ended.
         """
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._lock:
             self._asked += 1
             number = self._asked
             try:
                 self._ask_for(what, number, fds)
                 while not {number, 0}.intersection((*self._forks, *self._refused)):
-                    self._hear(deadline, timeout)
+                    self._hear(deadline)
             except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
                 self._ask_for(b"kill", number)
                 raise
@@ -128,13 +128,12 @@ class Zygote:
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
         """Return how worker ``pid`` ended (as `subprocess` counts), ``None`` if it has not yet."""
-        number = self._numbers[pid]
-        deadline = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=max(0.0, timeout)):
+        number, deadline = self._numbers[pid], Deadline(timeout)
+        if not self._lock.acquire(timeout=deadline.left):
             return None
         try:
             while number not in self._statuses:
-                self._hear(deadline, timeout)
+                self._hear(deadline)
         except (CollectorTimeout, WorkerDied):
             return None
         finally:
@@ -146,18 +145,18 @@ class Zygote:
             with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told
                 socket.send_fds(self._socket, [_REQUEST.pack(what, number)], list(fds))
 
-    def _hear(self, deadline: float, timeout: float) -> None:
+    def _hear(self, deadline: Deadline) -> None:
         """Take in a message, or nothing if somebody else took it first."""
         fd = self._socket.fileno()
         if fd < 0:
             raise WorkerDied("the process that starts workers was ended")
         waiting = select.poll()
         waiting.register(fd, select.POLLIN)
-        if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
+        if not waiting.poll(1000 * deadline.left):
             raise CollectorTimeout(
-                f"the process that starts workers did not answer in {timeout} s; it imports torch "
-                "first, which takes long on a busy machine or a slow disk (collectors wait for "
-                "start_timeout seconds: raise that)"
+                f"the process that starts workers did not answer in {deadline.seconds} s; it "
+                "imports torch first, which takes long on a busy machine or a slow disk "
+                "(collectors wait for start_timeout seconds: raise that)"
             )
         try:
             message = self._socket.recv(64, socket.MSG_DONTWAIT)
@@ -187,9 +186,9 @@ class Zygote:
 
     def end(self, pids: Sequence[int], timeout: float) -> None:
         """Let workers that were asked to end do so for ``timeout`` seconds, then kill the rest."""
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for pid in pids:
-            if self.exit_status(pid, max(0.0, deadline - time.monotonic())) is None:
+            if self.exit_status(pid, deadline.left) is None:
                 with contextlib.suppress(OSError):
                     self.kill(pid)
 

@@ -19,6 +19,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout
 from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 
@@ -65,11 +66,9 @@ def _by_rank() -> list[Forkable]:
 
 
 def _before_fork() -> None:
-    deadline = time.monotonic() + _FORK_TIMEOUT_S
+    deadline = Deadline(_FORK_TIMEOUT_S)
     _forking.held = [
-        forkable
-        for forkable in _by_rank()
-        if forkable._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        forkable for forkable in _by_rank() if forkable._lock.acquire(timeout=deadline.left)
     ]
 
 

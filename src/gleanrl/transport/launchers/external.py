@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import distributed
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError
 from gleanrl.transport.joining import SECRET, Invitation, secret_from
 from gleanrl.transport.launchers.local import LOOPBACK, outward
@@ -188,12 +189,12 @@ class TorchrunLauncher:
         return self._store
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        key, deadline = self._job.end_key(node), time.monotonic() + timeout
+        key, deadline = self._job.end_key(node), Deadline(timeout)
         store = self._connected()
         try:
             # Not `wait`, which prints a warning when its time is up.
             while not store.check([key]):
-                if time.monotonic() >= deadline:
+                if deadline.expired:
                     return None
                 time.sleep(_LOOK)
         except RuntimeError:  # there is no store any more

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
@@ -145,9 +146,9 @@ class Jobs:
             index: Of the job.
             timeout: Seconds to wait for the news of an end that is certain.
         """
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._look()
-        while index not in self._ended and time.monotonic() < deadline:
+        while index not in self._ended and not deadline.expired:
             time.sleep(0.05)  # jobs have nothing that one could wait for
             self._look()
         return self._ended.get(index)
@@ -217,8 +218,8 @@ class Jobs:
                 job.paths.submitted_pickle.unlink(missing_ok=True)
 
     def _wait_for_end(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and not all(map(self._is_over, self._jobs)):
+        deadline = Deadline(timeout)
+        while not (deadline.expired or all(map(self._is_over, self._jobs))):
             time.sleep(0.02)  # jobs have nothing that one could wait for
 
     def _is_over(self, job: Any) -> bool:
