@@ -338,6 +338,7 @@ TRAINING = {
 }
 """Cases of the suite of whole training loops, and how pages and pictures call them."""
 _GLOO = "TorchRL DistributedCollector, mp, gloo"
+_TRAINED = {"CleanRL loop": "CleanRL loop", "SB3": "SB3", "TorchRL Collector": "TorchRL"}
 OVERVIEW = {
     "One process, CartPole": [
         ("single", "cartpole-mlp-x16", "CleanRL loop", "CleanRL loop"),
@@ -362,9 +363,7 @@ OVERVIEW = {
     ],
     **{
         f"Training included: {title}": [
-            ("training_rates", case, "CleanRL loop", "CleanRL loop"),
-            ("training_rates", case, "SB3", "SB3"),
-            ("training_rates", case, "TorchRL Collector", "TorchRL"),
+            ("training_rates", case, *pair) for pair in _TRAINED.items()
         ]
         for title, case in TRAINING.items()
     },

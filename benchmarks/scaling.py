@@ -305,22 +305,22 @@ class _FirstCome:
 # -- cases, tables and the picture -----------------------------------------------------------------
 
 TEN_GIGABIT = 1.25e9
+NETWORK = Cluster(
+    envs=64, link_in=TEN_GIGABIT, link_out=TEN_GIGABIT, latency_s=100e-6, learn_frame_s=2e-6
+)
 CASES: dict[str, Cluster] = {
-    "small frames, cheap steps (CartPole)": Cluster(
-        envs=16, step_s=100e-6, steps=512, spread=0.1, frame_bytes=60, weight_bytes=40e3,
-        link_in=TEN_GIGABIT, link_out=TEN_GIGABIT, latency_s=100e-6, learn_frame_s=0.1e-6,
+    "small frames, cheap steps (CartPole)": replace(
+        NETWORK, envs=16, step_s=100e-6, steps=512, spread=0.1, frame_bytes=60, weight_bytes=40e3,
+        learn_frame_s=0.1e-6,
     ),
-    "simulated robots (1 KB, weights of 4 MB)": Cluster(
-        envs=64, step_s=10e-3, steps=64, spread=0.2, frame_bytes=1e3, weight_bytes=4e6,
-        link_in=TEN_GIGABIT, link_out=TEN_GIGABIT, latency_s=100e-6, learn_frame_s=0.5e-6,
+    "simulated robots (1 KB, weights of 4 MB)": replace(
+        NETWORK, step_s=10e-3, spread=0.2, frame_bytes=1e3, weight_bytes=4e6, learn_frame_s=0.5e-6
     ),
-    "images, stored once (28 KB, weights of 7 MB)": Cluster(
-        envs=64, step_s=20e-3, steps=32, spread=0.1, frame_bytes=28e3, weight_bytes=7e6,
-        link_in=TEN_GIGABIT, link_out=TEN_GIGABIT, latency_s=100e-6, learn_frame_s=2e-6,
+    "images, stored once (28 KB, weights of 7 MB)": replace(
+        NETWORK, step_s=20e-3, steps=32, spread=0.1, frame_bytes=28e3, weight_bytes=7e6
     ),
-    "large policy (1 KB, weights of 400 MB)": Cluster(
-        envs=64, step_s=50e-3, steps=64, spread=0.2, frame_bytes=1e3, weight_bytes=400e6,
-        link_in=TEN_GIGABIT, link_out=TEN_GIGABIT, latency_s=100e-6, learn_frame_s=2e-6,
+    "large policy (1 KB, weights of 400 MB)": replace(
+        NETWORK, step_s=50e-3, spread=0.2, frame_bytes=1e3, weight_bytes=400e6
     ),
 }  # fmt: skip
 WAYS = {
@@ -361,15 +361,16 @@ def show(rows: Sequence[dict[str, Any]]) -> list[str]:
     head = "nodes", "sync", "binds", "sync, one object", "async", "binds", "lag", "lag, one object"
     lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
     for row in rows:
+        sync, one, others = (short(row[way]) for way in ("sync", "sync, one object", "async"))
+        lags = (f"{row[f'{way} lag']:.1f}" for way in ("async", "async, one object"))
         cells = (
             f"{row['nodes']:,}",
-            short(row["sync"]),
+            sync,
             row["sync binds"],
-            short(row["sync, one object"]),
-            short(row["async"]),
+            one,
+            others,
             row["async binds"],
-            f"{row['async lag']:.1f}",
-            f"{row['async, one object lag']:.1f}",
+            *lags,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -46,18 +46,10 @@ def calls(name: str, ours: Prepare, **others: Prepare) -> Case:
 
     def timed(prepare: Prepare) -> System:
         call = prepare()
+        return System(lambda: (call(), 1)[1])
 
-        def collect() -> int:
-            call()
-            return 1
-
-        return System(collect)
-
-    references = [
-        Reference(other.replace("_", " "), partial(timed, prepare))
-        for other, prepare in others.items()
-    ]
-    return Case(name, name, partial(timed, ours), references)
+    builds = {other.replace("_", " "): partial(timed, others[other]) for other in others}
+    return Case(name, name, partial(timed, ours), [Reference(*each) for each in builds.items()])
 
 
 # -- rows ------------------------------------------------------------------------------------------
