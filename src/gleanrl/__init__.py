@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.core.platforms import check_import
+from gleanrl.core.version import __version__
 
 if TYPE_CHECKING:
     from gleanrl.collectors import (
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
     from gleanrl.recording.recorder import Recorder, convert_dataset
     from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-__version__ = "0.2.0"
 
 __all__ = [
     "ArgumentTypeError",

@@ -7,7 +7,8 @@ import pytest
 import rig
 
 from gleanrl import WorkerDied
-from gleanrl.transport.joining import Invitation, NodeAdmitter, join, listen, new_secret
+from gleanrl.transport.handshake import Invitation, join, new_secret
+from gleanrl.transport.joining import NodeAdmitter, listen
 
 
 class FakeNode:

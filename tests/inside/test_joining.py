@@ -17,7 +17,7 @@ from node_rig import (
     relaunching,
 )
 
-from gleanrl.transport.joining import Invitation, join
+from gleanrl.transport.handshake import Invitation, join
 from gleanrl.transport.launchers.external import ManualLauncher
 from gleanrl.transport.launchers.local import LocalLauncher
 

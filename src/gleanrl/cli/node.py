@@ -8,7 +8,7 @@ import socket
 
 from gleanrl.cli.options import NodeOptions
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.joining import SECRET, Invitation, secret_from
+from gleanrl.transport.handshake import SECRET, Invitation, secret_from
 from gleanrl.transport.node import run_node
 
 _NUMBERS = (

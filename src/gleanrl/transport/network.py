@@ -29,8 +29,9 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
+from gleanrl.transport.handshake import Guest, keep_alive, new_secret
 from gleanrl.transport.interrupts import Deferred, interruptible
-from gleanrl.transport.joining import LOOK, Guest, NodeAdmitter, keep_alive, listen, new_secret
+from gleanrl.transport.joining import LOOK, NodeAdmitter, listen
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled_each

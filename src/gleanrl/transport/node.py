@@ -19,7 +19,7 @@ from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
 from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, RolloutBlock, Transfer
-from gleanrl.transport.joining import HandshakeError, Invitation, join, keep_alive
+from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_alive
 from gleanrl.transport.wire import (
     BEAT,
     KEY,

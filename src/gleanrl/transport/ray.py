@@ -20,7 +20,7 @@ from gleanrl.core.options import warn
 from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
-from gleanrl.transport.joining import Invitation
+from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.ray_actor import GROUPS, ActorPair, RayNode
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gleanrl.core.window import Array
     from gleanrl.transport.data_plane import Connection, Transfer
-    from gleanrl.transport.joining import Invitation
+    from gleanrl.transport.handshake import Invitation
 
 GROUPS: Mapping[str, str] = {"serve": "work", "take": "out", "give": "in"}
 """Per method of an actor its concurrency group: one thread each."""

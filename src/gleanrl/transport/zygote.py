@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import importlib.util
 import os
 import select
@@ -47,6 +48,8 @@ sys.path[:] = [entry for entry in sys.path if entry]
 from gleanrl.transport.zygote import main
 main(*map(int, sys.argv[1:]))
 """
+_PRELOADED = "gleanrl"
+"""The package of which workers find every public name imported."""
 _PR_SET_PDEATHSIG = 1
 _ARROW = "JE_ARROW_MALLOC_CONF"
 """Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
@@ -305,12 +308,11 @@ def preload(*others: Callable[[], None]) -> None:
     Args:
         *others: Called as well: they import more.
     """
-    import gleanrl
-
+    package = importlib.import_module(_PRELOADED)
     gc.disable()
     try:
-        for name in gleanrl.__all__:
-            getattr(gleanrl, name)
+        for name in package.__all__:
+            getattr(package, name)
         for other in others:
             other()
     finally:

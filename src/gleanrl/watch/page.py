@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gleanrl import __version__
+from gleanrl.core.version import __version__
 from gleanrl.memory import tensor_files
 from gleanrl.watch.progress import number, plain
 

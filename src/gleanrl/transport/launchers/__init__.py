@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.joining import Invitation
+from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.launchers.external import ManualLauncher, TorchrunLauncher, serve_as_rank
 from gleanrl.transport.launchers.local import LocalLauncher
 from gleanrl.transport.launchers.submitit import (

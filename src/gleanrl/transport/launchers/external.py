@@ -21,7 +21,7 @@ from torch import distributed
 
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError
-from gleanrl.transport.joining import SECRET, Invitation, secret_from
+from gleanrl.transport.handshake import SECRET, Invitation, secret_from
 from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.launchers.submitit import private_folder
 from gleanrl.transport.node import run_node

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.transport.joining import Invitation
+from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.process import zygote
 from gleanrl.transport.worker_loop import Surroundings
 from gleanrl.transport.zygote import NODE, exit_text
