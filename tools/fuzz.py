@@ -96,7 +96,6 @@ def make_all(folder: Path) -> None:
         buffer = make()
         _fill(buffer)
         buffer.dumps(folder / f"buffer {name}")
-        torch.save(buffer.state_dict(), folder / f"buffer {name}" / "state.pt")
     for format in ("tensordict", "parquet", "minari"):
         _record(folder / f"dataset-{format}-v0", format)
     recorder = gleanrl.Recorder(folder / "open")  # what a killed process leaves
@@ -146,8 +145,6 @@ def read(path: Path, chance: random.Random) -> str:
         return "read, converted"
     name = path.name.removeprefix("buffer ")
     result = _load(_buffers()[name](), lambda buffer: buffer.loads(path))
-    if (path / "state.pt").exists():  # a checkpoint of the user's, with odd values in it
-        result += ", " + _load(_buffers()[name](), lambda buffer: _load_state(buffer, path, chance))
     try:
         _buffers_like(name).dumps(path)
     except (GleanError, OSError) as err:
@@ -159,13 +156,6 @@ def _buffers_like(name: str) -> gleanrl.ReplayBuffer:
     buffer = _buffers()[name]()
     _fill(buffer)
     return buffer
-
-
-def _load_state(buffer: gleanrl.ReplayBuffer, path: Path, chance: random.Random) -> None:
-    state = torch.load(path / "state.pt", weights_only=True)
-    holder, key = chance.choice([*_places(state)])
-    holder[key] = chance.choice([*_ODD, torch.zeros(3), torch.tensor([-1, 5]), {}, []])
-    buffer.load_state_dict(state)
 
 
 def _load(buffer: gleanrl.ReplayBuffer, load: Callable[[gleanrl.ReplayBuffer], None]) -> str:

@@ -17,9 +17,9 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gleanrl.policies.units import modules_of
 
 ENDS = ("done", "terminated", "truncated")
 
@@ -123,6 +123,16 @@ class GymTwin:
         return td
 
 
+def modules_in(policy: Any, depth: int = 4) -> list[nn.Module]:
+    """Return the modules that a policy is, holds or refers to."""
+    if isinstance(policy, nn.Module) or not depth or isinstance(policy, type):
+        return [policy] if isinstance(policy, nn.Module) else []
+    held = [*getattr(policy, "__dict__", {}).values(), getattr(policy, "__self__", None)]
+    held += [getattr(policy, "func", None), *(getattr(policy, "__closure__", None) or ())]
+    held = [getattr(one, "cell_contents", one) for one in held]
+    return [module for one in held if callable(one) for module in modules_in(one, depth - 1)]
+
+
 def flat(space: gym.Space, value: Any, key: tuple[str, ...]) -> Iterable[tuple[Any, np.ndarray]]:
     """Yield key and array of every leaf of a ``value`` of ``space``."""
     if isinstance(space, spaces.Dict):
@@ -192,7 +202,7 @@ class Loop:
     def _try(self) -> None:
         """Call the policy once, as building a collector does; restore modules and streams."""
         self._tried = True
-        held = [t for m in modules_of(self.policy) for t in (*m.parameters(), *m.buffers())]
+        held = [t for m in modules_in(self.policy) for t in (*m.parameters(), *m.buffers())]
         values = [(tensor, tensor.clone()) for tensor in held if not is_lazy(tensor)]
         streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.policy(copied(self.root))
