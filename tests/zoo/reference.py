@@ -20,7 +20,6 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-
 ENDS = ("done", "terminated", "truncated")
 
 
