@@ -27,10 +27,11 @@ from gleanrl.envs import GymEnv
 BATCHES = [(), (1,), (5,), (16,), (2, 3)]
 # Environments with several batch dimensions are stepped on TensorDicts. What else reads an entry is
 # not known there: functions of the user's, outputs that are selected, and results that share the
-# memory of what was read are left as they are. These parts become tensor calls all the same.
+# memory of what was read are left as they are, and so is all that follows them. These parts become
+# tensor calls all the same.
 ON_TENSORDICTS = {
-    "categorical-probs": 1,
-    "categorical-grid": 1,
+    "categorical-probs": 0,
+    "categorical-grid": 0,
     "lambda-module": 0,
     "two-outputs": 0,
     "thrown-away": 0,
@@ -53,7 +54,7 @@ def tensor_calls(name, lowered, batch, kind=RANDOM):
     if len(batch) < 2:
         return lowered
     if kind is not RANDOM and name in ACTS_BY_LOC:
-        return 0
+        return lowered - 1
     return ON_TENSORDICTS.get(name, lowered)
 
 
@@ -423,7 +424,7 @@ DETERMINED = {
             Mod(nn.Linear(8, 3), ["deep"], ["action"]),
         ),
         FLOATS,
-        1,
+        0,
     ),
     "selected-module": (
         lambda: Mod(lambda x: (x[..., :3], x), ["observation"], ["action", "all"]).select_out_keys(
@@ -471,7 +472,7 @@ DETERMINED = {
             Mod(nn.Linear(4, 3), ["scaled"], ["action"]),
         ),
         FLOATS,
-        1,
+        0,
     ),
     "custom": (Custom, INT, 0),
     "custom-out-of-place": (lambda: Custom(out_of_place=True), INT, 0),

@@ -96,28 +96,20 @@ class Program:
 
 
 @dataclass(slots=True)
-class Parts:
-    """A policy for one exploration type, taken apart as far as that is proven equal."""
+class Lowered:
+    """A policy as it is now, for one exploration type."""
 
-    parts: list[Program | Unit]
-    """Programs, and units that are called as they are."""
+    units: Sequence[Unit]
     watch: Watch
-    """Tells when they are no longer equal to the policy."""
-
-    @property
-    def programs(self) -> list[Program]:
-        """The parts that became tensor calls."""
-        return [part for part in self.parts if isinstance(part, Program)]
-
-    @property
-    def program(self) -> Program | None:
-        """The whole policy, if all of it became tensor calls."""
-        only = self.parts[0] if len(self.parts) == 1 else None
-        return only if isinstance(only, Program) else None
+    """Tells when the policy is no longer this one."""
+    program: Program | None = None
+    """The first units as tensor calls, as far as these are proven equal to them."""
+    rest: Sequence[Unit] = ()
+    """The units that are called as they are, after the program."""
 
 
-def check_unchanged(before: Parts, now: Parts) -> None:
-    """Check that a policy is taken apart at the end of a rollout as it was at the beginning.
+def check_unchanged(before: Lowered, now: Lowered) -> None:
+    """Check that a policy is at the end of a rollout as it was at the beginning.
 
     Raises:
         PolicyError: it changed meanwhile, and recorded calls acted as it was before.
@@ -140,77 +132,63 @@ class Lowering:
         Args:
             trace: The units, with what each of them wrote.
             batch_shape: Batch size of the TensorDicts that modules see.
-            for_rows: All or nothing: what is kept sees no program. Only then functions of the
-                user's are called with tensors, because no other unit can have changed these.
+            for_rows: Outputs are copied to rows. Only then a unit's outputs may share memory, and
+                functions of the user's may be called with tensors: nobody else sees these.
         """
         self.batch_shape = batch_shape
         self.for_rows = for_rows
-        self._trace = trace
-        self._known: dict[tuple[InteractionType | None, bool], Parts] = {}
+        self.trace = trace
+        self._known: dict[tuple[InteractionType | None, bool], Lowered] = {}
 
-    def current(self, lower: bool) -> Parts:
-        """Take the policy apart for the exploration type in force; unless ``lower``, not at all."""
+    def current(self, lower: bool) -> Lowered:
+        """Return the policy for the exploration type in force; as a program only if ``lower``."""
         kind = interaction_type()
-        parts = self._known.get((kind, lower))
-        if parts is None or parts.watch.changed():
-            parts = self._known[kind, lower] = self._build(kind, lower)
-        return parts
+        known = self._known.get((kind, lower))
+        if known is None or known.watch.changed():
+            known = self._known[kind, lower] = self._build(kind, lower)
+        return known
 
     def explain(self, lower: bool) -> list[str]:
         """Say for each unit of the policy what became of it."""
-        lines = []
-        for part in self.current(lower).parts:
-            if isinstance(part, Program):
-                lines += [f"{_named(unit)}: tensor calls" for unit in part.units]
-            else:
-                why = _why_kept(part) if lower else _NOTHING_LOWERED
-                lines.append(f"{_named(part)}: called as it is, {why}")
+        now, lines = self.current(lower), []
+        if now.program is not None:
+            lines = [f"{_named(unit)}: tensor calls" for unit in now.program.units]
+        for index, unit in enumerate(now.rest):
+            why = _why_kept(unit) if index == 0 else f"because {_named(now.rest[0])} is"
+            lines.append(f"{_named(unit)}: called as it is, {why if lower else _NOTHING_LOWERED}")
         return lines
 
-    def _build(self, kind: InteractionType | None, lower: bool) -> Parts:
+    def _build(self, kind: InteractionType | None, lower: bool) -> Lowered:
         try:
-            watch = Watch()
-            units = self._units(watch)
-            if not lower or kind is None or not functions_are_genuine():
-                return Parts([*units], watch)
-            with _no_trace(kind):
-                return Parts(self._parts(units, watch), watch)
-        except Exception:  # whatever cannot be understood is called as it is
-            return Parts([self._trace.whole], Watch())
+            now = Lowered(*self._units())
+            if lower and kind is not None and functions_are_genuine():
+                with _no_trace(kind):
+                    now.program = _Recording(self, now.watch).run(now.units)
+            now.rest = now.units[len(now.program.units) if now.program else 0 :]
+        except Exception:  # what cannot be understood is called as it is
+            return Lowered([self.trace.whole], Watch(), None, [self.trace.whole])
+        return now
 
-    def _units(self, watch: Watch) -> Sequence[Unit]:
+    def _units(self) -> tuple[Sequence[Unit], Watch]:
         """Return the units as they are now; the policy as a whole if it is not what it was."""
-        trace = self._trace
+        trace, watch = self.trace, Watch()
         if trace.units[0] is trace.whole:
-            return trace.units
+            return trace.units, watch
         now = units_of(trace.whole.module)
         for module in _containers(trace.whole.module, {id(unit) for unit in now}):
             watch.add(module)
         same = len(now) == len(trace.units) and all(
             one is unit.module for one, unit in zip(now, trace.units, strict=True)
         )
-        return trace.units if same else [trace.whole]
-
-    def _parts(self, units: Sequence[Unit], watch: Watch) -> list[Program | Unit]:
-        parts: list[Program | Unit] = []
-        values = dict(self._trace.inputs)
-        segment: _Segment | None = None
-        for unit in units:
-            if segment is None:
-                segment = _Segment(self, values, watch)
-            if not segment.lower(unit):
-                parts += [*segment.finish(), unit]
-                segment = None
-            values = {**values, **{key: value.detach() for key, value in unit.writes.items()}}
-        return parts if segment is None else [*parts, *segment.finish()]
+        return (trace.units if same else [trace.whole]), watch
 
 
-class _Segment:
-    """Units in a row that became tensor calls: cells by key, and the calls so far."""
+class _Recording:
+    """Units of a policy that become tensor calls: cells by key, and the calls so far."""
 
-    def __init__(self, policy: Lowering, values: Mapping[Key, Tensor], watch: Watch) -> None:
+    def __init__(self, policy: Lowering, watch: Watch) -> None:
         self._policy, self._watch = policy, watch
-        self._roots = {key: value.clone() for key, value in values.items()}
+        self._roots = {key: value.clone() for key, value in policy.trace.inputs.items()}
         self._cells: Written = dict(self._roots)
         self._used: Written = {}
         self._written: Written = {}
@@ -218,32 +196,31 @@ class _Segment:
         self._ops.changing(self._roots.values())
         self._units: list[Unit] = []
 
-    def finish(self) -> list[Program | Unit]:
-        """Return the program of all units that were lowered, if there are any."""
-        dims, used, ops = len(self._policy.batch_shape), self._used, self._ops
+    def run(self, units: Sequence[Unit]) -> Program | None:
+        """Record ``units``, up to the first one that is not understood."""
+        dims, ops = len(self._policy.batch_shape), self._ops
+        for unit in units:
+            used, mark = dict(self._used), ops.mark()
+            try:
+                written = self._lower(unit)
+                require(written.keys() == unit.writes.keys())
+                # Others may write in place: where memory is shared, all of its entries change.
+                apart = [*self._used.values(), *{**self._written, **written}.values()]
+                require(self._policy.for_rows or not _share_memory(apart))
+            except Exception:  # whatever went wrong, the unit is called as it is
+                self._used = used
+                ops.cut(mark)
+                break
+            self._units.append(unit)
+            self._cells.update(written)
+            self._written.update(written)
         if not self._units:
-            return []
-        if not self._policy.for_rows and _share_memory([*used.values(), *self._written.values()]):
-            # Units that follow may write in place: what shares memory would have to go on doing so.
-            return [*self._units]
-        inputs = {key: Slot.of(value, dims) for key, value in used.items()}
+            return None
+        inputs = {key: Slot.of(value, dims) for key, value in self._used.items()}
         values = {key: Slot.of(value, dims) for key, value in self._cells.items()}
-        return [Program(inputs, used, values, self._written, ops.calls(), ops.checks, self._units)]
-
-    def lower(self, unit: Unit) -> bool:
-        """Record ``unit`` as tensor calls if all of it is understood."""
-        used, mark = dict(self._used), self._ops.mark()
-        try:
-            written = self._lower(unit)
-            require(written.keys() == unit.writes.keys())
-        except Exception:  # whatever went wrong, the unit is called as it is
-            self._used = used
-            self._ops.cut(mark)
-            return False
-        self._units.append(unit)
-        self._cells.update(written)
-        self._written.update(written)
-        return True
+        return Program(
+            inputs, self._used, values, self._written, ops.calls(), ops.checks, self._units
+        )
 
     def _lower(self, unit: Unit) -> Written:
         module: Any = unit.module

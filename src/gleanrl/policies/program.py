@@ -22,9 +22,9 @@ from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import nest
 from gleanrl.operations.proofs import may_lower
-from gleanrl.operations.recorder import Check, Slot
+from gleanrl.operations.recorder import Slot
 from gleanrl.operations.watch import equal, same_memory, writes_so_far
-from gleanrl.policies.lowering import Lowering, Odd, Parts, Program, check_unchanged
+from gleanrl.policies.lowering import Lowered, Lowering, Odd, Program, check_unchanged
 from gleanrl.policies.probe import PolicySignature, call_on
 from gleanrl.policies.units import selects
 
@@ -73,7 +73,7 @@ class ProgramPolicy:
         self._called = over(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature, self._act_oddly)
         self._windows: tuple[Window, Window]
-        self._parts: Parts
+        self._now: Lowered
         self._last: Program | None = None
         """What acted at the step before this rollout, if it was a program."""
         self._odd = False
@@ -89,10 +89,10 @@ class ProgramPolicy:
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
-        self._parts = self._current()
-        program, self._windows = self._parts.program, (window, next_root)
+        self._now = self._current()
+        program, self._windows = self._now.program, (window, next_root)
         self._last = self._replayed.program if self._rows is self._replayed else None
-        if self._odd or program is None:
+        if self._odd or program is None or self._now.rest:
             self._call(self._last)
         else:
             self._rows = self._replayed
@@ -109,7 +109,7 @@ class ProgramPolicy:
         if self._rows is self._called:
             self._called.act(t)
             return
-        check_unchanged(self._parts, self._current())
+        check_unchanged(self._now, self._current())
         program, self._odd = self._replayed.program, True
         self._replayed.leave(t)
         self._call(program if t else self._last)
@@ -122,7 +122,7 @@ class ProgramPolicy:
             PolicyError: some step was not a number, or a setting of the policy has changed.
         """
         if self._rows is self._replayed:
-            check_unchanged(self._parts, self._current())
+            check_unchanged(self._now, self._current())
         return self._rows.finish(steps)
 
     def forget(self) -> None:
@@ -132,11 +132,11 @@ class ProgramPolicy:
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
-        if self._odd or self._current().program is None:
+        if self._odd or self._current().rest:
             return self.on_tensordict.explain()
         return self._lowering.explain(True)
 
-    def _current(self) -> Parts:
+    def _current(self) -> Lowered:
         return self._lowering.current(self._lower and may_lower(self.device))
 
 
@@ -272,33 +272,40 @@ class TensorDictPolicy:
         self._lowering: Lowering | None = None
         if signature is not None and not selects(signature.trace.whole.module):
             self._lowering = Lowering(signature.trace, batch_shape, for_rows=False)
-        self._stages: Sequence[Callable[[TensorDictBase], TensorDictBase]] = (self._call,)
-        self._checks: Sequence[Check] = ()
-        self._parts: Parts
+        self._now: Lowered
+        self._program: Program | None = None
+        self._loads: list[tuple[Any, torch.Tensor]] = []
+        self._stores: list[tuple[Any, torch.Tensor]] = []
+        self._rest: list[Callable[[Any], Any]] = []
 
     def begin(self) -> None:
         """Look at the policy as it is now; reads the exploration type in force."""
         if self._lowering is None:
             return
-        self._parts = self._lowering.current(may_lower(self._device))
-        parts = self._parts.parts
-        programs = self._parts.programs
-        self._checks = [check for program in programs for check in program.checks]
-        for check in self._checks:
-            check.begin()
-        self._stages = (self._call,)
-        if programs:
-            self._stages = [
-                _Replay(part, self._calling)
-                if isinstance(part, Program)
-                else partial(self._calling, part.module)
-                for part in parts
-            ]
+        self._now = self._lowering.current(may_lower(self._device))
+        self._program = program = self._now.program
+        if program is not None:
+            self._loads = [(_name(key), cell) for key, cell in program.reads.items()]
+            self._stores = [(_name(key), cell) for key, cell in program.written.items()]
+            self._rest = [unit.module for unit in self._now.rest]
+            for check in program.checks:
+                check.begin()
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """Call the policy on ``td``."""
-        for stage in self._stages:
-            td = stage(td)
+        """Call the policy on ``td``, or replay its program and call the rest of it."""
+        if self._program is None:
+            return self._call(td)
+        for name, cell in self._loads:
+            value = td.get(name, None)
+            if not _is_like(value, cell):
+                return self._call(td)
+            cell.copy_(value)
+        for call in self._program.calls:
+            call()
+        for name, cell in self._stores:
+            td.set(name, cell.clone())
+        for module in self._rest:
+            td = self._calling(module, td)
         return td
 
     def explain(self) -> list[str]:
@@ -317,38 +324,11 @@ class TensorDictPolicy:
             PolicyError: a value was not a number where that is not allowed, or a setting of the
                 policy has changed.
         """
-        for check in self._checks:
+        if self._lowering is None or self._program is None:
+            return
+        for check in self._program.checks:
             check.finish()
-        if self._lowering is not None and self._parts.programs:
-            check_unchanged(self._parts, self._lowering.current(may_lower(self._device)))
-
-
-class _Replay:
-    """Units in a row, as tensor calls."""
-
-    def __init__(self, program: Program, calling: Callable[..., TensorDictBase]) -> None:
-        self._calling = calling
-        self._calls = program.calls
-        self._loads = [(_name(key), cell) for key, cell in program.reads.items()]
-        self._stores = [(_name(key), cell) for key, cell in program.written.items()]
-        self._modules = [unit.module for unit in program.units]
-
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        for key, cell in self._loads:
-            value = td.get(key, None)
-            if not _is_like(value, cell):
-                return self._as_it_is(td)
-            cell.copy_(value)
-        for call in self._calls:
-            call()
-        for key, cell in self._stores:
-            td.set(key, cell.clone())
-        return td
-
-    def _as_it_is(self, td: TensorDictBase) -> TensorDictBase:
-        for module in self._modules:
-            td = self._calling(module, td)
-        return td
+        check_unchanged(self._now, self._lowering.current(may_lower(self._device)))
 
 
 def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
