@@ -62,7 +62,6 @@ class Watch:
         self._objects: list[Any] = []
         self._kinds: list[type] = []
         self._states: list[Any] = []
-        self._empty: list[Collection[Any]] = []
         self._parts: list[Collection[Any]] = []
         self._lengths: list[int] = []
         self._values: list[Any] = []
@@ -121,8 +120,7 @@ class Watch:
 
     def _same(self) -> bool:
         return (
-            not any(self._empty)
-            and list(map(len, self._parts)) == self._lengths
+            list(map(len, self._parts)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(self._parts), self._values))
             and all(map(operator.is_, map(type, self._objects), self._kinds))
             and all(map(operator.is_, map(vars, self._objects), self._states))
@@ -132,9 +130,6 @@ class Watch:
         )
 
     def _part(self, part: Collection[Any]) -> None:
-        if not part:
-            self._empty.append(part)
-            return
         self._parts.append(part)
         self._lengths.append(len(part))
         self._values.extend(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,32 +155,24 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _weights(layer: nn.Module) -> list[torch.Tensor]:
-    return list(layer.parameters())
-
-
 def _dtypes(layer: nn.Module) -> str:
-    kinds = dict.fromkeys(_short(weight.dtype) for weight in _weights(layer))
+    kinds = dict.fromkeys(_short(weight.dtype) for weight in layer.parameters())
     return f"{' and '.join(kinds)} weights" if kinds else "no weights"
 
 
 def _named(policy: Any, layer: nn.Module) -> str:
     """Return the name of ``layer`` in the policy, if it has one, and a comma."""
-    for name, module in _names(policy):
-        if module is layer and name:
-            return f"{name!r}, "
-    return ""
-
-
-def _names(policy: Any) -> Iterator[tuple[str, nn.Module]]:
     for root in [policy] if isinstance(policy, nn.Module) else modules_of(policy):
-        yield from root.named_modules()
+        for name, module in root.named_modules():
+            if module is layer and name:
+                return f"{name!r}, "
+    return ""
 
 
 def _fix(
     layer: nn.Module, inputs: Sequence[torch.Tensor], observed: Mapping[Key, torch.Tensor]
 ) -> str:
-    weight, given = next(iter(_weights(layer)), None), next(iter(inputs), None)
+    weight, given = next(layer.parameters(), None), next(iter(inputs), None)
     if weight is not None and given is not None and weight.dtype != given.dtype:
         return _dtype_fix(weight.dtype, given.dtype, {v.dtype for v in observed.values()})
     if weight is not None and given is not None and weight.device != given.device:

@@ -304,7 +304,7 @@ def learn(
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 
-    (trace, after), states = _first_call(policy, adapted, start, given, run, _fed)
+    (trace, after), states = _first_call(policy, adapted, start, given, run, _next_state)
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
@@ -388,11 +388,11 @@ def learn_dynamic(
         with _restored(policy), torch.no_grad(), set_interaction_type(exploration):
             return call_on(adapted.call, _with(start, first))
 
-    def fed(out: TensorDictBase, key: Key) -> torch.Tensor | None:
+    def next_state(out: TensorDictBase, key: Key) -> torch.Tensor | None:
         found: torch.Tensor | None = out.get(next_key(key), None)
         return found
 
-    out, _ = _first_call(policy, adapted, start, given, run, fed)
+    out, _ = _first_call(policy, adapted, start, given, run, next_state)
     unchanged = {key for key in provided if equal(out.get(key, start.get(key)), start.get(key))}
     kept = {*there, *owned, IS_INIT, *unchanged}
     written = leaves(out) - kept - set(map(next_key, kept))
@@ -444,7 +444,7 @@ def _reads(adapted: Adapted, key: Key) -> bool:
     return adapted.in_keys is None or key in adapted.in_keys
 
 
-def _fed(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
+def _next_state(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
     return called[0].outputs.get(next_key(key))
 
 
@@ -466,9 +466,9 @@ def _first_call(
     start: TensorDictBase,
     given: Mapping[Key, torch.Tensor | None],
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
-    fed: Callable[[_T, Key], torch.Tensor | None],
+    next_state: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, tuple[Key, ...]]:
-    """Call a policy with its first state; ``fed`` returns the state after the call.
+    """Call a policy with its first state; ``next_state`` returns the state after the call.
 
     Returns:
         What ``run`` returned, and the states that are provided.
@@ -493,7 +493,7 @@ def _first_call(
             raise error from err
         raise
     for key, value in first.items():
-        after = fed(result, key)
+        after = next_state(result, key)
         if after is None or after.shape != value.shape:
             raise unfit_state(key, value, after)
     return result, tuple(first)
