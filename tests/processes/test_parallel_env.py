@@ -19,7 +19,8 @@ from gymnasium import spaces
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Unbounded
+from torchrl.data import NonTensor
+from torchrl.data import Unbounded as TorchRLUnbounded
 from torchrl.envs import Compose, RewardSum, StepCounter, TensorDictPrimer, TransformedEnv
 from torchrl.envs import GymEnv as TorchRLGymEnv
 from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
@@ -30,13 +31,17 @@ from gleanrl import (
     CollectorTimeout,
     ConfigError,
     EnvCreator,
+    EnvError,
     GymEnv,
     MultiSyncCollector,
     ParallelEnv,
+    PolicyError,
     SerialEnv,
     WorkerDied,
     WorkerError,
 )
+from gleanrl.data import Composite, Unbounded
+from gleanrl.envs import EnvBase
 
 # Workers that need not import this file (and TorchRL with it) start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -82,19 +87,12 @@ class Walk(gym.Env):
         return os.getpid()
 
 
-class Hiding(CountingEnv):
-    """Shows an entry that its specs do not declare."""
-
-    def _reset(self, tensordict, **kwargs):
-        return super()._reset(tensordict, **kwargs).set("extra", torch.ones(1))
-
-
 def transformed():
     return TransformedEnv(TorchRLGymEnv("CartPole-v1"), Compose(StepCounter(7), RewardSum()))
 
 
 def primed():
-    primer = TensorDictPrimer({"hidden": Unbounded((3,))}, default_value=0.5)
+    primer = TensorDictPrimer({"hidden": TorchRLUnbounded((3,))}, default_value=0.5)
     return TransformedEnv(CountingEnv(max_steps=3), primer)
 
 
@@ -109,7 +107,6 @@ KINDS = {
     "TorchRL's, transformed": transformed,
     "agents": lambda: NestedCountingEnv(max_steps=3),
     "state from the policy": primed,
-    "undeclared entries": lambda: Hiding(max_steps=4),
 }
 PID = "members[0].unwrapped.pid"
 OPERATIONS = st.lists(
@@ -278,6 +275,101 @@ def test_actions_that_need_gradients_and_other_dtypes_reach_the_environment():
             root["action"] = torch.full((2, 2), 0.5, dtype=torch.float64)
             found.append(each.step(root)["next", "place"])
         assert torch.equal(*found)
+
+
+def test_what_a_policy_writes_under_next_reaches_the_environment():
+    found = []
+    for kind in (ParallelEnv, SerialEnv):
+        with kind(2, Remembering) as env:
+            root = env.reset()
+            for value in (3.0, 5.0):
+                root["action"] = torch.ones(2, 1)
+                root["next"] = TensorDict({"memory": torch.full((2, 1), value)}, [2])
+                finished, root = env.step_and_maybe_reset(root)
+                found.append(finished["next", "memory"].flatten().tolist())
+            root["action"] = torch.ones(2, 1)
+            found.append(env.step(root)["next", "memory"].flatten().tolist())
+    assert found == [[6, 6], [10, 10], [0, 0]] * 2
+
+
+class Remembering(EnvBase):
+    """Doubles the ``("next", "memory")`` that it is given."""
+
+    def __init__(self, show=lambda env: {}, **specs):
+        super().__init__()
+        self.observation_spec = Composite(memory=Unbounded((1,)), **specs)
+        self.action_spec = Unbounded((1,))
+        self.show = show
+        self.count = 0
+
+    def _reset(self, tensordict=None):
+        self.count = 0
+        return TensorDict({"memory": torch.zeros(1), **self.show(self)})
+
+    def _step(self, tensordict):
+        self.count += 1
+        memory = 2 * tensordict.get(("next", "memory"), torch.zeros(1))
+        return TensorDict({"memory": memory, "reward": 0.0, "done": False, **self.show(self)})
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize(
+    "spec", [NonTensor(()), TorchRLUnbounded((-1,))], ids=["no tensor", "open dimension"]
+)
+def test_data_without_a_fixed_layout_are_refused_at_the_start(spec):
+    env = ParallelEnv(1, lambda: Remembering(text=spec))
+    with pytest.raises(ConfigError, match="'text' of Remembering .* collector with workers"):
+        env.start()
+
+
+@pytest.mark.parametrize(
+    ("show", "message"),
+    [
+        (
+            lambda env: {"extra": torch.ones(1 + env.count)},
+            r"environment 0 returned 'extra' as torch.float32 of shape \(1,\), its specs declare "
+            "nothing.*SerialEnv",
+        ),
+        (
+            lambda env: {"memory": torch.zeros(1 + env.count)},
+            r"environment 0 returned 'memory' as torch.float32 of shape \(2,\), its specs declare "
+            r"torch.float32 of shape \(1,\)",
+        ),
+        (
+            lambda env: {"memory": torch.zeros(1, dtype=torch.float64)},
+            "'memory' as torch.float64 .* declare torch.float32",
+        ),
+        (lambda env: {"memory": f"{env.count}"}, "'memory' as .*, no tensor, its specs"),
+    ],
+)
+def test_a_step_that_does_not_fit_names_environment_and_entry(show, message):
+    makes = [Remembering, Remembering, lambda: Remembering(show)]
+    wrong = pytest.raises(EnvError, match=f"(?s)worker 1 raised .*{message}")
+    with ParallelEnv(2, makes, num_envs=3) as env, wrong:
+        env.step(env.rand_action(env.reset()))
+
+
+@pytest.mark.parametrize(
+    ("make", "action"),
+    [(Walk, torch.zeros(2, 3)), (Walk, None), (Remembering, torch.zeros(2, 1).double())],
+)
+def test_inputs_that_do_not_fit_are_named(make, action):
+    with ParallelEnv(2, make) as env:
+        root = env.reset()
+        if action is not None:
+            root["action"] = action
+        with pytest.raises(PolicyError, match="(?s)'action' is .*; the environment takes"):
+            env.step(root)
+
+
+def test_options_reach_only_the_reset_that_they_were_given_to():
+    with ParallelEnv(2, Walk) as env:
+        root = env.reset()
+        root["_reset"] = torch.tensor([[False], [True]])
+        assert (env.reset(root, start=100.0)["place"] > 50).all(1).tolist() == [False, True]
+        assert (env.reset()["place"] < 50).all()
 
 
 def test_several_parallel_envs_draw_different_numbers_and_leave_the_learner_alone():

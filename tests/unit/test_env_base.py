@@ -344,15 +344,17 @@ def test_groups_keep_their_batch_size_everywhere():
             assert batch.rollout(3)["agents"].batch_size == (2, 3, 3)
 
 
-def test_names_of_groups_survive_processes():
+def test_names_of_groups_are_kept_by_a_serial_env_and_refused_by_a_parallel_one():
     class Named(agents(OURS)):
         def show(self, **more):
             return super().show(**more).refine_names("agent")
 
-    with ParallelEnv(2, Named) as parallel:
-        for batch in (SerialEnv(2, Named), parallel):
-            assert batch.reset()["agents"].names == [None, "agent"]
-            assert batch.rollout(3)["next", "agents"].names[-1] == "agent"
+    batch = SerialEnv(2, Named)
+    assert batch.reset()["agents"].names == [None, "agent"]
+    assert batch.rollout(3)["next", "agents"].names[-1] == "agent"
+    refused = pytest.raises(EnvError, match=r"'agents' as TensorDict .*, named \['agent'\]")
+    with ParallelEnv(2, Named) as parallel, refused:
+        parallel.reset()
 
 
 def test_a_pendulum_can_be_run_in_any_batch_size():

@@ -216,15 +216,6 @@ def gym_source(env: Any) -> GymSource | None:
     )
 
 
-def continue_from(env: Any, root: TensorDictBase) -> None:
-    """Pass the results of a reset of ``env``'s `gym_source` to ``env``."""
-    if isinstance(env, GymEnv):
-        env.continue_from(root)
-        return
-    for member, part in zip(env.members, root.unbind(0), strict=True):
-        continue_from(member, part)
-
-
 def gym_parts(env: Any) -> list[EnvBase]:
     """Return ``env`` and the environments in it, to any depth; empty if not all are stock."""
     if not isinstance(env, (GymEnv, SerialEnv)) or not is_stock(env) or env.specs_assigned:

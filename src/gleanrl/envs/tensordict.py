@@ -150,13 +150,17 @@ def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:
         env: A TensorDict environment.
         first: What its one reset returned, if that was done already. Only looked at.
     """
-    if not all(_is_fixed(spec) for tree in spec_trees(env) for _, spec in spec_leaves(tree)):
-        return True
-    return first is not None and not _is_plain(first)
+    return bool(open_entries(env)) or (first is not None and not _is_plain(first))
 
 
-def _is_fixed(spec: Any) -> bool:
-    return isinstance(spec.dtype, torch.dtype) and all(size >= 0 for size in spec.shape)
+def open_entries(env: Any) -> list[Key]:
+    """Return the keys of specs without dtype (non-tensor data) or with an open dimension."""
+    return [
+        key
+        for tree in spec_trees(env)
+        for key, spec in spec_leaves(tree)
+        if not isinstance(spec.dtype, torch.dtype) or min(spec.shape, default=0) < 0
+    ]
 
 
 def _is_plain(data: TensorDictBase) -> bool:

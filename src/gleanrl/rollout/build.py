@@ -21,7 +21,7 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.serial import continue_from, gym_source
+from gleanrl.envs.serial import gym_source
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
     TensorDictHandle,
@@ -84,9 +84,7 @@ class SourceBuilder:
         if isinstance(made, GymnasiumEnv) and isinstance(policy, ProgramPolicy):
             why = policy.signature.why_no_rows
             if why is not None:
-                env, root = _with_tensordicts(made), root_of(made.layout, first)
-                continue_from(env, root)
-                handle = TensorDictHandle(env, root)
+                handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own

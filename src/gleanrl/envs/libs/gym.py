@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +11,22 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from gleanrl.core.errors import ConfigError, PolicyError
-from gleanrl.core.keys import REWARD, Key, format_key, next_key
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import REWARD, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
 from gleanrl.core.window import Window
-from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
+from gleanrl.envs.rows import RowEnv, write_inputs
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
 
 @stock
-class GymEnv(EnvBase):
+class GymEnv(RowEnv):
     """A Gymnasium environment, or several of one kind as a batch.
 
     Observations keep the dtype of their space, and ``Dict`` spaces become nested keys; rewards are
@@ -37,8 +37,6 @@ class GymEnv(EnvBase):
         >>> env.rollout(3)["observation"].shape
         torch.Size([3, 4])
     """
-
-    _returns_all = True
 
     def __init__(
         self,
@@ -113,9 +111,10 @@ class GymEnv(EnvBase):
         self.info_entries = tuple(layout.infos)
         flags = [Field(key, (1,), torch.bool) for key in FLAGS]
         after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
-        fields = (*layout.observations, *layout.actions, *after)
-        self._bind(Window.allocate(fields, layout.num_envs, 1), source.batch_shape)
+        self.fields = (*layout.observations, *layout.actions, *flags, *after)
+        """Its row. Internal to the package."""
         super().__init__(device=device, batch_size=source.batch_shape)
+        self.bind(Window.allocate(self.fields, layout.num_envs, 1))
         self._declare(*self.batch.specs())
 
     @property
@@ -123,60 +122,31 @@ class GymEnv(EnvBase):
         """The Gymnasium environments inside, wrappers included."""
         return tuple(self._envs)
 
-    def move(self, window: Window) -> None:
-        """Step in ``window`` from now on. Internal to the package."""
-        for field in self.batch.layout.observations:
-            window.tensor(field.key).copy_(self._window.tensor(field.key))
-        self._bind(window, self._batch)
+    def bind(self, window: Window) -> None:
+        """Step in ``window`` from now on, which is one step long. Internal to the package."""
 
-    def continue_from(self, root: TensorDictBase) -> None:
-        """Show the results of a reset of the environments inside. Internal to the package."""
-        for key, shown in self._shown.items():
-            shown.copy_(root.get(key))
-
-    def _bind(self, window: Window, batch: Sequence[int]) -> None:
         def view(key: Key) -> torch.Tensor:
             tensor = window.tensor(key)
-            return tensor.view((*batch, *tensor.shape[2:]))
+            return tensor.view((*self._batch, *tensor.shape[2:]))
 
         self._window = window
         self.batch.bind(window)
-        self._shown = {field.key: view(field.key) for field in self.batch.layout.observations}
-        self._after = {**self._shown, **{key: view(next_key(key)) for key in (REWARD, *FLAGS)}}
+        shown = {field.key: view(field.key) for field in self.batch.layout.observations}
+        self._root = shown | {key: view(key) for key in FLAGS}
+        self._after = shown | {key: view(next_key(key)) for key in (REWARD, *FLAGS)}
         self._given = {key: view(key) for key in self.batch.action_specs}
 
     # -- stepping --------------------------------------------------------------------------------
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = None
-        if mask is not None:
-            chosen = torch.nonzero(mask.reshape(len(self._envs), -1).any(1)).flatten().tolist()
-        self.batch.reset(self._window, chosen, **options)
-        flags = torch.zeros((*self._batch, 1), dtype=torch.bool)
-        return self._pack({**self._shown, **dict.fromkeys(FLAGS, flags)})
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        for key, row in self._given.items():
-            action = tensordict.get(key).detach()
-            real = row.is_floating_point()
-            if action.shape == row.shape and action.is_floating_point() == real:
-                row.copy_(action)
-                if real or action.dtype == row.dtype or bool((row == action.cpu()).all()):
-                    continue
-            raise PolicyError(
-                f"{format_key(key)} is {action!r:.100}, of shape {tuple(action.shape)} and "
-                f"{action.dtype}; the action space takes {row.dtype} of shape {tuple(row.shape)}"
-            )
+    def _advance(self, data: TensorDictBase) -> None:
+        write_inputs(data, self._given)
         self.batch.advance()
-        return self._pack(self._after)
 
-    def _pack(self, entries: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        """Return copies, because the next step writes there again."""
-        packed = TensorDict({}, batch_size=self._batch, device=self.device)
-        for key, value in entries.items():
-            packed.set(key, value.clone())
-        return packed
+    def _restart(
+        self, data: TensorDictBase | None, chosen: torch.Tensor | None, options: Mapping[str, Any]
+    ) -> None:
+        envs = None if chosen is None else torch.nonzero(chosen.flatten()).flatten().tolist()
+        self.batch.reset(self._window, envs, **options)
 
     # -- life ------------------------------------------------------------------------------------
 

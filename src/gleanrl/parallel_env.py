@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,47 +24,45 @@ from gleanrl.core.errors import (
     for_users,
 )
 from gleanrl.core.keys import NEXT, Key
-from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.dispatch import Ticket
 from gleanrl.engine.engine import Engine
-from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
+from gleanrl.envs.parallel_worker import (
+    COMMAND,
+    EnvCommand,
+    EnvWorkerBuilder,
+    EnvWorkerInfo,
+)
+from gleanrl.envs.rows import RowEnv, write_inputs
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.memory.arena import Order, Slab
-from gleanrl.memory.trees import copied, stacked, tensordict_over
-from gleanrl.rollout.env_worker import RESET, TODO, EnvWorkerBuilder, EnvWorkerInfo, Todo
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0
 _made = itertools.count()
-Parts = Sequence[TensorDictBase]
-"""One TensorDict per environment."""
 
 
 class Exchange:
-    """Sends tasks for the row that workers share with the learner, and waits for them.
+    """Sends commands for the row that workers share with the learner, and waits for them.
 
-    The memory is environment-major over all workers, so what they wrote is one tensor per field.
+    The memory is environment-major over all workers, so their results are one tensor per field.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        layouts: Sequence[Layout],
-    ) -> None:
+    def __init__(self, engine: Engine, found: Sequence[EnvWorkerInfo]) -> None:
         """Reserve the row.
 
         Args:
             engine: Its workers are up.
-            layouts: Of each worker; the same fields everywhere.
+            found: The description of each; the same fields everywhere.
         """
         memory = engine.backend.memory
         if memory is None:
             raise GleanError("the backend's workers share no memory with the learner")
+        layouts = [info.layout for info in found]
         slab = Slab(layouts, [1] * len(layouts), Order.ENVS)
         base = memory.reserve(slab.nbytes)
         raw = np.frombuffer(memory.map(), np.uint8, slab.nbytes, base)
@@ -80,55 +78,49 @@ class Exchange:
         self._commands = [
             m.Collect(slab.reference(0, worker, base, 0)) for worker in range(len(layouts))
         ]
+        self._engine = engine
         self._dispatcher = engine.dispatcher
-        self._todo: Todo | None = None
+        self._command: EnvCommand | None = None
+        self._inputs, self._casts = found[0].inputs, found[0].casts
+        self._present = self._inputs
+        """The inputs that were last written."""
         self._underway: list[Ticket] = []
-        batch = tuple(self.views[TODO].shape)
-        after = {key[1:]: view for key, view in self.views.items() if key[0] == NEXT}
-        root = {key: view for key, view in self.views.items() if (NEXT, *key) in self.views}
-        names, groups = [None] * len(batch), layouts[0].groups
-        self.results = tuple(tensordict_over(d, batch, names, groups) for d in (after, root))
-        """The results of a step, and the start of the next step."""
+        self.carry_out(EnvCommand.BIND, _CONTROL_S)
 
-    def write(self, data: TensorDictBase, keys: Iterable[Key]) -> bool:
-        """Copy entries of ``data`` into the row; ``False`` if one is missing or does not fit."""
-        for key in keys:
-            value, view = data.get(key, None), self.views[key]
-            if (
-                not isinstance(value, torch.Tensor)
-                or value.shape != view.shape
-                or value.dtype != view.dtype
-            ):
-                return False
-            view.copy_(value.detach())
-        return True
+    def write(self, data: TensorDictBase) -> None:
+        """Write the inputs of a step.
 
-    def carry_out(
-        self, todo: Todo, workers: Sequence[int], timeout: float | None
-    ) -> dict[int, Any]:
-        """Send a task to ``workers`` and wait until all have finished.
+        Gymnasium environments need all of them; others get those that ``data`` have.
 
-        Returns:
-            By worker, results that did not fit the row.
+        Raises:
+            PolicyError: an entry does not fit.
+        """
+        present = keys = self._inputs
+        if not self._casts:
+            names = set(data.keys())
+            present = tuple(k for k in keys if k[0] in names and data.get(k, None) is not None)
+        write_inputs(data, {key: self.views[key] for key in present}, casts=self._casts)
+        if present != self._present:
+            self._engine.request_all(m.Call("take", (present,)), _CONTROL_S)
+            self._present = present
+
+    def carry_out(self, command: EnvCommand, timeout: float | None) -> None:
+        """Send a command to all workers and wait until they have finished.
 
         Raises:
             WorkerDied: a worker's process ended.
             CollectorTimeout: a worker took more than ``timeout`` seconds.
-            Exception: what the first worker to fail raised; all were heard out.
+            Exception: that of the first worker to fail, after all have replied.
         """
-        if todo is not self._todo:
-            self.views[TODO].fill_(int(todo))
-            self._todo = todo
+        if command is not self._command:
+            self.views[COMMAND].fill_(int(command))
+            self._command = command
         commands, post = self._commands, self._dispatcher.post
-        self._underway = tickets = [post(worker, commands[worker]) for worker in workers]
+        self._underway = tickets = [post(worker, sent) for worker, sent in enumerate(commands)]
         self.settle(timeout)
-        left = {}
         for ticket in tickets:
             if isinstance(ticket.reply, m.Failed):
                 raise ticket.reply.error
-            if isinstance(ticket.reply, m.Rolled) and ticket.reply.report.payload is not None:
-                left[ticket.worker] = ticket.reply.report.payload
-        return left
 
     def settle(self, timeout: float | None) -> None:
         """Wait for tasks under way, which workers may still carry out after an interrupt.
@@ -147,13 +139,13 @@ class Exchange:
         self._underway = []
 
 
-class ParallelEnv(EnvBase):
+class ParallelEnv(RowEnv):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
     Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
     started on first use; until then it can be pickled, and be handed to collectors with workers.
-    Any environment with TensorDict methods will do; those of Gymnasium, and all that have fixed
-    shapes, pass their data through shared memory. What is returned is yours and never changes.
+    Data pass through shared memory, so environments must have a fixed layout; returned data are
+    yours and never change.
 
     Example:
         >>> env = ParallelEnv(2, "CartPole-v1")
@@ -161,8 +153,6 @@ class ParallelEnv(EnvBase):
         torch.Size([2, 3, 4])
         >>> env.close()
     """
-
-    _returns_all = True
 
     @for_users
     def __init__(
@@ -257,6 +247,8 @@ class ParallelEnv(EnvBase):
 
     def _join(self, engine: Engine) -> None:
         found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
+        if any(info.inputs != found[0].inputs for info in found):  # only some step without them
+            found = engine.request_all(m.Call("described", (False,)))
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -264,12 +256,10 @@ class ParallelEnv(EnvBase):
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
-        layouts = [layout for layout in engine.layouts if layout is not None]
-        # Workers may step their environments in different ways, of which each has its own fields.
-        alike = all((d.inputs, d.masked) == (first.inputs, first.masked) for d in found)
-        shared = alike and len(layouts) == self.num_workers
-        self._exchange = Exchange(engine, layouts) if shared else None
-        self._inputs, self._masked = first.inputs, first.masked
+        self._exchange = Exchange(engine, found)
+        views, self._groups = self._exchange.views, first.layout.groups
+        self._after = {key[1:]: view for key, view in views.items() if key[0] == NEXT}
+        self._root = {key: view for key, view in views.items() if (NEXT, *key) in views}
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -292,8 +282,7 @@ class ParallelEnv(EnvBase):
         assert self._engine is not None
         try:
             with Deferred():
-                if self._exchange is not None:
-                    self._exchange.settle(self._timeout)
+                self._exchange.settle(self._timeout)
                 yield self._engine
         except (WorkerDied, CollectorTimeout):
             self.is_closed = True
@@ -325,103 +314,36 @@ class ParallelEnv(EnvBase):
         """
         if not _STEPPING.kept_by(type(self), self):
             return super().step_and_maybe_reset(tensordict)
-        after, root = self._advance(tensordict, Todo.STEP_AND_RESET)
-        finished = self._finish(tensordict, self._complete(after))
+        self._carry_out(EnvCommand.STEP_AND_RESET, tensordict)
+        finished = self._finish(tensordict, self._complete(self._copy(self._after)))
         following = self.step_mdp(finished)
         if self._env_specs.ends.any(following):
-            following.update(self._complete(root()))
+            following.update(self._complete(self._copy(self._root)))
         return finished, following
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._advance(tensordict, Todo.STEP)[0]
+    def _advance(self, data: TensorDictBase) -> None:
+        self._carry_out(EnvCommand.STEP, data)
 
-    def _advance(
-        self, data: TensorDictBase, todo: Todo
-    ) -> tuple[TensorDictBase, Callable[[], TensorDictBase]]:
-        """Return the part ``"next"`` of a step, and a function that returns the following root."""
-        # What a policy wrote under "next" is for the environment to use, unless it is Gymnasium's.
-        fits = self._masked or data.get("next", None) is None
-        found = self._carry_out(todo, data, self._inputs, fits=fits)
-        return self._whole(found, 0), lambda: self._whole(found, 1)
+    def _carry_out(self, command: EnvCommand, data: TensorDictBase) -> None:
+        """Have all workers step; results come into the row."""
+        with self._workers():
+            self._exchange.write(data)
+            self._exchange.carry_out(command, self._timeout)
 
-    def _carry_out(
-        self,
-        todo: Todo,
-        data: TensorDictBase | None = None,
-        keys: Sequence[Key] = (),
-        options: Mapping[str, Any] | None = None,
-        *,
-        fits: bool = True,
-        workers: Sequence[int] | None = None,
-    ) -> dict[int, Any]:
-        """Send a task to workers; return the results outside of shared memory by worker.
-
-        ``keys`` of ``data`` go through shared memory if that is all there is to it (``fits``).
-        """
-        workers = range(self.num_workers) if workers is None else workers
+    def _restart(
+        self, data: TensorDictBase | None, chosen: torch.Tensor | None, options: Mapping[str, Any]
+    ) -> None:
+        masks: dict[Key, torch.Tensor] = {}
+        if data is not None and chosen is not None:
+            found = {key: data.get(key, None) for key in self._env_specs.ends.reset_keys}
+            masks = {key: mask.cpu() for key, mask in found.items() if mask is not None}
         with self._workers() as engine:
-            exchange = self._exchange
-            fits = fits and not options
-            if exchange and fits and (data is None or exchange.write(data, keys)):
-                return exchange.carry_out(todo, workers, self._timeout)
             calls: dict[int, m.Command] = {}
-            for worker in workers:
-                part = None if data is None else copied(data[self._parts[worker]].detach())
-                calls[worker] = m.Call("carry_out", (todo, part, options or {}))
-            return engine.request_each(calls, self._timeout)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        if tensordict is not None:
-            masks = self._env_specs.ends.reset_keys
-            keys = [key for key in masks if tensordict.get(key, None) is not None]
-            if keys:
-                return self._reset_some(tensordict, keys, options)
-        return self._whole(self._carry_out(Todo.RESET, options=options), 1)
-
-    def _reset_some(
-        self, data: TensorDictBase, keys: Sequence[Key], options: Mapping[str, Any]
-    ) -> TensorDictBase:
-        """Reset the environments in whose masks anything is set; the others keep their data."""
-        flat = [data.get(key).reshape(self.num_envs, -1).any(1) for key in keys]
-        chosen = torch.stack(flat).any(0)
-        workers = [w for w, part in enumerate(self._parts) if bool(chosen[part].any())]
-        found = self._carry_out(
-            Todo.RESET_MASKED, data, [RESET], options, fits=self._masked, workers=workers
-        )
-        kept = data.exclude(*keys)
-        if found or self._exchange is None:
-            roots = list(kept.unbind(0))
-            for worker, (_, part) in found.items():
-                for env, root in enumerate(part.unbind(0), self._parts[worker].start):
-                    roots[env] = root.exclude(*keys) if chosen[env] else roots[env]
-            return self._stack(roots)
-        fresh = self._whole(found, 1)
-        keep_unset(fresh, kept, chosen)
-        return fresh
-
-    # -- results ---------------------------------------------------------------------------------
-
-    def _copy(self, shared: TensorDictBase) -> TensorDictBase:
-        """Copy out of shared memory, because the next step writes there again."""
-        copy = copied(shared)
-        return copy if self.device is None else copy.to(self.device)
-
-    def _whole(self, found: Mapping[int, Any], which: int) -> TensorDictBase:
-        """Combine results ``found`` by worker with those of other workers in shared memory."""
-        exchange = self._exchange
-        if exchange is not None and not found:
-            return self._copy(exchange.results[which])
-        parts = [
-            found[w][which]
-            if exchange is None or w in found
-            else copied(exchange.results[which][part])
-            for w, part in enumerate(self._parts)
-        ]
-        return self._stack([env for part in parts for env in part.unbind(0)])
-
-    def _stack(self, parts: Parts) -> TensorDictBase:
-        whole = stacked(parts, 0)
-        return whole if self.device is None else whole.to(self.device)
+            for worker, part in enumerate(self._parts):
+                if chosen is None or chosen[part].any():
+                    own = {key: mask[part] for key, mask in masks.items()}
+                    calls[worker] = m.Call("restart", (own, options))
+            engine.request_each(calls, self._timeout)
 
     # -- everything else -------------------------------------------------------------------------
 

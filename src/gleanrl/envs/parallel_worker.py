@@ -1,0 +1,365 @@
+"""The worker side of `ParallelEnv`: environments with one action per command.
+
+The task, its inputs and its results lie in a window of one step that learner and worker share.
+"""
+
+from __future__ import annotations
+
+import enum
+import random as python_random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from gleanrl.core import paths
+from gleanrl.core.errors import ConfigError, EnvError, WeightsError
+from gleanrl.core.keys import DONE, NEXT, Key, format_key, next_key
+from gleanrl.core.layout import Field, Group, Layout
+from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.window import Window
+from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
+from gleanrl.envs.gymnasium import GymSource
+from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
+from gleanrl.envs.serial import SerialEnv, gym_source
+from gleanrl.envs.specs import Composite
+from gleanrl.envs.tensordict import (
+    EnvMetaData,
+    describe,
+    open_entries,
+    spec_fields,
+    spec_groups,
+    spec_leaves,
+    spec_trees,
+    state_leaves,
+    widened,
+)
+from gleanrl.memory.trees import nest, tensordict_over
+
+COMMAND: Key = ("_command",)
+"""The command of a worker, in the row of each of its environments."""
+_INSTEAD = (
+    "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
+    "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
+)
+
+
+class EnvCommand(enum.IntEnum):
+    """What a worker does with its window."""
+
+    BIND = 0
+    """Look at it, nothing else."""
+    STEP = 1
+    STEP_AND_RESET = 2
+    """Step, then reset ended environments."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvWorkerInfo:
+    """The learner's description of one worker's environments."""
+
+    layout: Layout
+    """Of their window."""
+    batch: tuple[int, ...]
+    """Shape of one of them."""
+    device: torch.device | None
+    specs: tuple[Composite, ...]
+    """Of one environment: observations, actions, rewards, end flags."""
+    inputs: tuple[Key, ...]
+    """The entries in the window that a step reads."""
+    casts: bool
+    """Whether all inputs must be there, in any dtype of their kind, as Gymnasium's take actions."""
+    infos: Sequence[Key]
+    """The observations that are requested info entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvWorkerBuilder:
+    """Makes the environments of one worker, in the worker."""
+
+    create_env_fn: tuple[EnvFactory, ...]
+    create_env_kwargs: tuple[Mapping[str, Any], ...]
+    stream: int
+    """The seed of the worker's random streams until environments are seeded."""
+
+    def __call__(self, worker: int) -> Source:
+        """Make the environments one after the other."""
+        seed_streams(self.stream)
+        made: list[Any] = []
+        with closed_on_error(made):
+            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
+                made.append(make_tensordict_env(factory, kwargs))
+            return EnvWorker(made)
+
+
+def seed_streams(seed: int) -> None:
+    """Seed the random generators of this process, which environments may use."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    python_random.seed(seed)
+
+
+class EnvWorker:
+    """Serves environments of one kind; a `Collect` steps, by the command in its window."""
+
+    def __init__(self, envs: Sequence[Any]) -> None:
+        """Take over ``envs``.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
+        self.envs = SerialEnv.of(envs)
+        self.num_envs = self.envs.batch_size.numel()
+        self._env: Any = self.envs
+        self._row: _GymRow | _TensorDictRow
+
+    def layout(self) -> None:
+        """Announce no rollouts; `described` has the layout of the window."""
+
+    def described(self, direct: bool = True) -> EnvWorkerInfo:
+        """Return the description for the learner.
+
+        Args:
+            direct: Step Gymnasium environments without TensorDicts.
+
+        Raises:
+            ConfigError: data without a fixed layout.
+        """
+        row = self._row = _make_row(self.envs, gym_source(self.envs) if direct else None)
+        self._env, first = row.env, self.envs.members[0]
+        return EnvWorkerInfo(
+            layout=Layout(tuple(self.envs.batch_size), row.fields, groups=row.groups),
+            batch=tuple(first.batch_size),
+            device=first.device,
+            specs=tuple(widened(tree) for tree in spec_trees(first)),
+            inputs=row.inputs,
+            casts=isinstance(row, _GymRow),
+            infos=self.envs.info_entries,
+        )
+
+    def meta_data(self) -> EnvMetaData:
+        """Describe the first environment to a user."""
+        return describe(self.envs.members[0])
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def take(self, present: tuple[Key, ...]) -> None:
+        """Remember the inputs that the learner writes."""
+        self._row.inputs = present
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Carry out the command in the window, once.
+
+        Raises:
+            EnvError: an environment returned data that do not fit the window.
+        """
+        command = int(window.rows(COMMAND)[0][0])
+        if command == EnvCommand.BIND:
+            self._row.bind(window)
+        else:
+            self._row.step(and_reset=command == EnvCommand.STEP_AND_RESET)
+        return Report(steps, window.envs, 0)
+
+    def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset into the window: all environments, or those in the masks.
+
+        Raises:
+            EnvError: an environment returned data that do not fit the window.
+        """
+        self._row.reset(masks, options)
+
+    # -- what every source has -------------------------------------------------------------------
+
+    def place(self, base: int, stride: int) -> None:
+        """Do nothing, because these environments have no numbers."""
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Refuse weights, because this worker has no policy."""
+        raise WeightsError("environments of a ParallelEnv have no policy to load weights into")
+
+    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
+        """Seed environments, from their next reset on, and this process's random streams."""
+        seed_streams(seed if stream is None else stream)
+        return int(self._env.set_seed(seed, static_seed=static))
+
+    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Refuse a reset outside the window, where its results would be lost."""
+        raise NotImplementedError("call restart")
+
+    def state(self) -> dict[str, Any]:
+        """Return the environments' states, ``"worker0"`` and so on."""
+        return self.envs.state_dict()
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore a state from `state`."""
+        self.envs.load_state_dict(state, strict)
+
+    def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Resolve ``path`` in this worker and call the object."""
+        return paths.call(self, path, args, kwargs)
+
+    def get(self, path: str) -> Any:
+        """Return the object at ``path`` in this worker."""
+        return paths.resolve(self, path)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.envs.close()
+
+
+# -- environments whose data lie in a window of one step -------------------------------------------
+
+
+def _make_row(envs: SerialEnv, source: GymSource | None) -> _GymRow | _TensorDictRow:
+    """Return the way to step ``envs`` in a window.
+
+    Raises:
+        ConfigError: their data have no fixed layout.
+    """
+    if source is not None:
+        # Made by this worker, so nobody else relies on the checks.
+        fast = tuple(without_call_checks(env) for env in source.envs)
+        return _GymRow(GymEnv.of(replace(source, envs=fast)))
+    shown = {key for key, _ in spec_leaves(envs.full_observation_spec)}
+    for env in envs.members:
+        wrong = [*open_entries(env), *(key for key, _ in state_leaves(env) if key not in shown)]
+        if wrong:
+            raise ConfigError(
+                f"{format_key(wrong[0])} of {type(env).__name__} is no tensor, has an open "
+                f"dimension or is an input that observations lack: {_INSTEAD}"
+            )
+    return _TensorDictRow(envs)
+
+
+class _GymRow:
+    """Gymnasium environments, stepped without TensorDicts."""
+
+    groups: tuple[Group, ...] = ()
+
+    def __init__(self, env: GymEnv) -> None:
+        self.env = env
+        self._batch = env.batch
+        actions, shown = self._batch.layout.actions, self._batch.layout.observations
+        self.inputs = tuple(field.key for field in actions)
+        after = tuple(replace(field, key=next_key(field.key)) for field in shown)
+        self.fields = (Field(COMMAND, (), torch.uint8), *env.fields, *after)
+
+    def bind(self, window: Window) -> None:
+        """Step in ``window``, whose root row holds the present; its end flags stay False."""
+        self.env.bind(window)
+        self._window, self._done = window, window.rows(next_key(DONE))[0]
+
+    def step(self, and_reset: bool) -> None:
+        """Step, and reset ended environments if the learner wants that."""
+        self._batch.advance()
+        if and_reset and self._done.any():
+            self._batch.reset(self._window, np.flatnonzero(self._done).tolist())
+
+    def reset(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset all environments, or those in the mask."""
+        chosen = [np.flatnonzero(mask).tolist() for mask in masks.values()]  # there is one at most
+        self._batch.reset(self._window, *chosen, **options)
+
+
+class _TensorDictRow:
+    """Any other environments, stepped with TensorDicts."""
+
+    def __init__(self, env: SerialEnv) -> None:
+        self.env = env
+        batch, trees = tuple(env.batch_size), spec_trees(env)
+        self._batch = batch
+        shown, actions, rewards, flags = (spec_fields(tree, batch) for tree in trees)
+        groups = {group.key: group for tree in trees for group in spec_groups(tree, len(batch))}
+        self.groups = tuple(groups.values())
+        self._sizes = {group.key: group.shape for group in self.groups}
+        self._actions = tuple(field.key for field in actions)
+        root = {field.key: field for field in (*shown, *flags)}
+        after = {next_key(f.key): f for f in (*shown, *rewards, *flags)}
+        self._roots, self._afters = tuple(root), tuple(after)
+        self.inputs: tuple[Key, ...] = (*self._actions, *root, *after)
+        self.fields = (
+            Field(COMMAND, (), torch.uint8),
+            *actions,
+            *root.values(),
+            *(replace(field, key=key) for key, field in after.items()),
+        )
+
+    def bind(self, window: Window) -> None:
+        """Make views of ``window`` in the shape of the environments."""
+        self._views = {
+            field.key: window.tensor(field.key).view((*self._batch, *field.shape))
+            for field in self.fields
+        }
+        self._root = {key: self._views[key] for key in self._roots}
+        self._after = {key[1:]: self._views[key] for key in self._afters}
+
+    def step(self, and_reset: bool) -> None:
+        """Step, and reset ended environments if the learner wants that."""
+        given = self._given(self.inputs)
+        if not and_reset:
+            self._put(self.env.step(given).get(NEXT), self._after)
+            return
+        finished, root = self.env.step_and_maybe_reset(given)
+        self._put(finished.get(NEXT), self._after)
+        self._put(root.exclude(*self._actions), self._root)
+
+    def reset(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset all environments, or those in the masks; the others keep the root row."""
+        given = self._given(self._roots).update(nest(masks)) if masks else None
+        self._put(self.env.reset(given, **options), self._root)
+
+    def _given(self, keys: Iterable[Key]) -> TensorDictBase:
+        """Return copies of inputs, on the device of the environments."""
+        found = {key: self._views[key].clone() for key in keys}
+        names = [None] * len(self._batch)
+        given = tensordict_over(found, self._batch, names, self.groups)
+        device = self.env.device
+        return given if device is None or device.type == "cpu" else given.to(device)
+
+    def _put(self, data: TensorDictBase, row: Mapping[Key, torch.Tensor]) -> None:
+        """Write ``data`` into the row."""
+        found = dict(self._entries(data, self._batch))
+        if _misfit(found, row):
+            for env, part in enumerate(data.unbind(0)):
+                own = dict(self._entries(part, self._batch[1:]))
+                if wrong := _misfit(own, {key: view[env] for key, view in row.items()}):
+                    raise EnvError(f"environment {env} returned {wrong}; correct one: {_INSTEAD}")
+        for key, view in row.items():
+            view.copy_(found[key].detach())
+
+    def _entries(
+        self, data: TensorDictBase, batch: Sequence[int], at: Key = ()
+    ) -> Iterator[tuple[Key, Any]]:
+        """Yield the entries of ``data``, but as a whole what a group of the layout cannot hold."""
+        odd = tuple(data.batch_size) != (*batch, *self._sizes.get(at, ())) or any(data.names)
+        if odd or isinstance(data, LazyStackedTensorDict):
+            yield at, data
+            return
+        for name, value in data.items():
+            if isinstance(value, TensorDictBase):
+                yield from self._entries(value, batch, (*at, name))
+            else:
+                yield (*at, name), value
+
+
+def _misfit(found: Mapping[Key, Any], row: Mapping[Key, torch.Tensor]) -> str:
+    """Describe the first entry that is not in the row, with that shape and dtype; else ``""``."""
+    for key in {**found, **row}:
+        came, view = found.get(key), row.get(key)
+        if not (isinstance(came, torch.Tensor) and view is not None) or (
+            (came.shape, came.dtype) != (view.shape, view.dtype)
+        ):
+            return f"{format_key(key)} as {_say(came)}, its specs declare {_say(view)}"
+    return ""
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, TensorDictBase):
+        return f"{type(value).__name__} of batch {tuple(value.batch_size)}, named {value.names}"
+    return "nothing" if value is None else f"{value!r:.60}, no tensor"
