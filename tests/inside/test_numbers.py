@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gleanrl import ConfigError
-from gleanrl.core.options import FrameBudget, SourceOptions, TrajectoryOptions, check_int, limit
+from gleanrl import Collector, ConfigError
+from gleanrl.core.options import FrameBudget, SourceOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
 
 
@@ -18,7 +18,8 @@ class Plain(gym.Env):
 
 
 def whole_trajectories(count):
-    return TrajectoryOptions.from_arguments(False, count, "padded", None, None)
+    with Collector("CartPole-v1", frames_per_batch=8, trajs_per_batch=count) as collector:
+        return collector
 
 
 @pytest.mark.parametrize("value", [6, np.int64(6), np.uint8(6), 6.0, np.float32(6)])

@@ -17,6 +17,7 @@ from typing import (
     Annotated,
     Any,
     Required,
+    TypeAlias,
     TypedDict,
     TypeVar,
     Union,
@@ -412,30 +413,8 @@ class RayArguments(
     use_env_creator: Annotated[bool, False]
 
 
-class Arguments(
-    CommonArguments,
-    _WithWorkers,
-    _Remote,
-    _WeightIntervals,
-    _OverNetwork,
-    _OnThisMachine,
-    _NotOfNodes,
-    total=False,
-):
-    """The result of `read`: the arguments of all collectors, completed with defaults."""
-
-    interruptor: Any
-    num_collectors: int | None
-    num_threads: int | None
-    num_workers: int | None
-    preemptive_threshold: float | None
-    ray_init_config: Mapping[str, Any] | None
-    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    return_same_td: bool
-    tensorpipe_options: Mapping[str, Any] | None
-    update_at_each_batch: bool
-    update_interval: int | None
-    visible_devices: Sequence[Any] | None
+Arguments: TypeAlias = dict[str, Any]
+"""The arguments of all collectors, completed with defaults: the result of `read`."""
 
 
 # -- names, defaults, signatures -------------------------------------------------------------------
@@ -608,7 +587,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
                 DeprecationWarning,
             )
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
-    return cast("Arguments", {**everywhere, **defaults(kind), **arguments})
+    return {**everywhere, **defaults(kind), **arguments}
 
 
 def instead(name: str, known: Mapping[str, Any]) -> str:
@@ -661,8 +640,15 @@ def check(arguments: Arguments) -> None:
     for wrong, message in _contradictions(arguments):
         if wrong:
             raise ArgumentTypeError(message)
+    if arguments["traj_format"] not in ("padded", "cat"):
+        raise ConfigError(f"traj_format ({arguments['traj_format']!r}) must be 'padded' or 'cat'")
+    if arguments["traj_quota"] not in (None, "equal"):
+        raise ConfigError(f"traj_quota ({arguments['traj_quota']!r}) must be 'equal' or None")
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
+    seconds("start_timeout", arguments["start_timeout"])
+    if isinstance(makers := arguments["policy_factory"], Sequence):
+        check_callables(**{f"policy_factory[{i}]": maker for i, maker in enumerate(makers)})
     check_schemes(arguments["weight_sync_schemes"])
 
 
@@ -688,13 +674,42 @@ def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
         arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None,
         "give weight_sync_schemes or weight_updater, not both",
     )
+    factory, quota = arguments["policy_factory"] is not None, arguments["traj_quota"] is not None
+    yield (
+        arguments["weight_updater"] is not None and arguments["policy"] is not None and factory,
+        "policy and policy_factory exclude each other with a weight_updater; drop it, and weights "
+        "are taken from policy",
+    )
     yield (
         arguments["set_truncated"] and whole,
         "set_truncated=True would cut trajectories where batches end; it excludes trajs_per_batch, "
         "which delivers whole ones",
     )
     yield (
-        arguments["traj_quota"] is not None and arguments["reset_at_each_iter"],
+        quota and not whole,
+        "traj_quota shares out whole trajectories: it needs trajs_per_batch",
+    )
+    yield (
+        arguments["traj_format"] == "cat" and not whole,
+        "traj_format='cat' needs trajs_per_batch",
+    )
+    yield (
+        whole and arguments["split_trajs"],
+        "trajs_per_batch already delivers whole trajectories; drop split_trajs",
+    )
+    yield (
+        quota and arguments["replay_buffer"] is not None,
+        "traj_quota is for batches that are handed over; into a replay_buffer trajectories go as "
+        "they are completed",
+    )
+    yield (
+        arguments["trajs_per_write"] is not None
+        and not (whole and arguments["replay_buffer"] is not None),
+        "trajs_per_write says how many whole trajectories are written at once: it needs "
+        "replay_buffer and trajs_per_batch",
+    )
+    yield (
+        quota and arguments["reset_at_each_iter"],
         "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones are "
         "preferred; it excludes traj_quota",
     )
@@ -799,7 +814,7 @@ def shown(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") ->
             "constructor"
         )
 
-    get.__annotations__["return"] = bool if read is bool else _TYPES[name]
+    get.__annotations__["return"] = bool if read is bool else _TYPES.get(name)
     return property(get, refuse, doc=doc or _MEANINGS.get(name))
 
 

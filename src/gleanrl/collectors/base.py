@@ -80,6 +80,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     collector_class = shown("collector_class")
     compact_obs = shown("compact_obs", bool)
     compiled_policy = shown("compile_policy", bool, "Whether the policy is compiled.")
+    create_env_fn = shown("create_env_fn", doc="The argument ``create_env_fn``, unchanged.")
     create_env_kwargs = shown("create_env_kwargs")
     cudagraphed_policy = shown("cudagraph_policy", bool, "Whether it runs as a CUDA graph.")
     device = shown("device", read_devices)
@@ -129,9 +130,10 @@ class BaseCollector(Handle, IterableDataset[Any]):
     _receivers: Mapping[str, WeightSyncScheme] = {}
     """Which models a parent may update, by model id; all if there are none."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any, given: Mapping[str, Any]) -> None:
         """Complete the arguments."""
-        self._arguments = arguments = read(self.ARGUMENTS, type(self).__name__, given)
+        arguments = read(self.ARGUMENTS, type(self).__name__, given)
+        self._arguments = {**arguments, "create_env_fn": create_env_fn, "policy": policy}
         super().__init__(arguments["pre_collect_hook"], arguments["post_collect_hook"])
 
     # -- the beginning ---------------------------------------------------------------------------
@@ -143,23 +145,25 @@ class BaseCollector(Handle, IterableDataset[Any]):
             launch: What is started.
             make: Builds the backend that starts and reaches the workers.
         """
-        arguments, plan = self._arguments, launch.plan
-        self._launch, self._plan = launch, plan
+        arguments, self._launch = self._arguments, launch
         self._version, self._timeout = launch.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
         self._sink, self._pipeline = launch.sink, launch.pipeline
         self._ready: deque[Any] = deque()
         self._batches = 0
         self.replay_buffer = arguments["replay_buffer"]
-        self.storing_device = launch.batches.device
+        self.storing_device = launch.storing_device
         self.policy_device, self.env_device = launch.policy_device, launch.env_device
         self.exploration_type = launch.exploration
-        self.interruptor = plan.interruptor
+        self.interruptor = launch.interruptor
         self.num_workers = len(launch.factories)
         self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
-            threads = _Threads(plan.num_threads, self.num_workers)
+            # Only workers that are processes of this machine take cores from this one.
+            alone = launch.here or launch.remote
+            wanted = torch.get_num_threads() if alone else arguments["num_threads"]
+            threads = _Threads(wanted, self.num_workers)
             self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
@@ -175,14 +179,14 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _set_up(self) -> None:
         """Set up memory, weights and counters after the start of the workers."""
-        engine, launch, plan = self._engine, self._launch, self._plan
+        engine, launch = self._engine, self._launch
         stopped: Callable[[], bool] = bool
-        if isinstance(plan.interruptor, Interruptor):
-            plan.interruptor.attach(engine.backend.stop_byte)
-            stopped = plan.interruptor.collection_stopped
-        engine.dispatcher.tolerant = plan.tolerant
+        if isinstance(launch.interruptor, Interruptor):
+            launch.interruptor.attach(engine.backend.stop_byte)
+            stopped = launch.interruptor.collection_stopped
+        engine.dispatcher.tolerant = self._arguments["on_failure"] != "raise"
         self._budget = engine.plan(
-            launch.limits, launch.asked, launch.batches, enough=plan.enough, stopped=stopped
+            launch.limits, launch.frames, launch.batches, enough=launch.enough, stopped=stopped
         )
         self._pipeline.share_out(engine.num_envs)
         self._models = self._make_models()
@@ -194,25 +198,25 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _choose_sending(self) -> None:
         """Choose the object that sends weights around each batch, or warns if none does."""
-        self._sending = self._plan.sending
+        self._sending = self._launch.sending
         if self._sending is None and self._updater is None:
             copied = self._models.copied_parameters()
             self._sending = NothingSent(copied) if copied else None
 
     def _make_models(self) -> Models:
         """Return the object that publishes weights."""
-        arguments, plan = self._arguments, self._plan
+        arguments, launch = self._arguments, self._launch
         schemes = arguments["weight_sync_schemes"]
-        if plan.here:
-            return Models(self._engine, plan.policy, schemes, self._version)
+        if launch.here:
+            return Models(self._engine, launch.policy, schemes, self._version)
         return WeightSync(
             self._engine,
-            plan.policy,
+            launch.policy,
             made_by_factory=arguments["policy_factory"] is not None,
             schemes=schemes,
             version=self._version,
-            devices=self._launch.policy_device,
-            keep=plan.relaunches is not None,
+            devices=launch.policy_device,
+            keep=launch.relaunches is not None,
         )
 
     def _env_to_record(self) -> Any:
@@ -331,7 +335,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     def _announce(self) -> None:
         """Note the time of a request for a batch, once per batch, after the pre-collect hook."""
         if self._asked is None:
-            if self._plan.here and self._pre_hook is not None:
+            if self._launch.here and self._pre_hook is not None:
                 self._pre_hook()
             self._asked = time.monotonic()
 
@@ -341,7 +345,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._post_hook if self._plan.here else None)
+        return self._pipeline(batch, self._post_hook if self._launch.here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch from the workers, without further processing."""
@@ -412,7 +416,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        hooked = self._plan.here and self._post_hook is not None
+        hooked = self._launch.here and self._post_hook is not None
         own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
@@ -506,7 +510,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every worker's collector, and of the replacements of lost workers."""
-        if not (self._plan.here or self._engine.closed):
+        if not (self._launch.here or self._engine.closed):
             self._engine.standing[method] = m.Call(method, args, kwargs)
             self._engine.request_all(self._engine.standing[method])
 
@@ -770,7 +774,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             ClosedError: the collector was shut down, and its workers with it.
         """
-        if self.closed and not self._plan.here and self._engine.failure is None:
+        if self.closed and not self._launch.here and self._engine.failure is None:
             raise ClosedError(
                 "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
                 "state: keep the state_dict() from after each batch"
@@ -937,11 +941,6 @@ class BaseCollector(Handle, IterableDataset[Any]):
         return text
 
     @property
-    def create_env_fn(self) -> Any:
-        """The argument ``create_env_fn``, unchanged."""
-        return self._plan.create_env_fn
-
-    @property
     def env(self) -> Any:
         """The environment of this process; with several workers that of the first worker."""
         return self._engine.ask(m.Get("env"))
@@ -1009,7 +1008,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 workers, whose environments end with their process.
             raise_on_error: Raise what closing an environment raised.
         """
-        here = self._plan.here or self._engine.set_aside is not None
+        here = self._launch.here or self._engine.set_aside is not None
         if not (close_env or here):
             raise RuntimeError(
                 "close_env=False: the environments of workers cannot outlive their process"

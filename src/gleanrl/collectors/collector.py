@@ -6,20 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 
 from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
-    Arguments,
     CollectorArguments,
     read_index,
     shown,
     shows,
 )
 from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.launch import Launch, WorkerPlan, launch_workers
+from gleanrl.collectors.launch import Launch
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine
@@ -70,20 +69,10 @@ class Collector(BaseCollector):
             UnknownEnvError: the id is not registered (a `KeyError` too).
             PolicyError: the policy does not fit the environment.
         """
-        super().__init__(kwargs)
-        interruptor = self._arguments["interruptor"]
-        plan = WorkerPlan(
-            create_env_fn=create_env_fn,
-            functions=[create_env_fn],
-            policy=policy,
-            here=True,
-            interruptor=interruptor,
-            num_threads=torch.get_num_threads(),  # as they are: there is no other process
-        )
-        self._start(
-            launch_workers(self._arguments, plan),
-            lambda windows: InlineBackend(windows, stop_byte(interruptor)),
-        )
+        super().__init__(create_env_fn, policy, kwargs)
+        launch = Launch(self._arguments, [create_env_fn], here=True)
+        stop = stop_byte(launch.interruptor)
+        self._start(launch, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
     @selectors.like(__init__)
@@ -124,7 +113,7 @@ class Collector(BaseCollector):
         super().start()
 
     def _leave_process(self) -> None:
-        if not self._plan.here:
+        if not self._launch.here:
             return
         state, number = super().state_dict(), self._models.number
         launch = self._launch_elsewhere()
@@ -139,9 +128,9 @@ class Collector(BaseCollector):
             raise
         kept = dict(vars(self))
         try:
-            engine.plan(launch.limits, launch.asked, launch.batches)
+            engine.plan(launch.limits, launch.frames, launch.batches)
             self._engine.exchange(engine)
-            self._launch, self._plan = launch, launch.plan
+            self._launch = launch
             self._pipeline.forget()
             self._engine.discarded += self._pipeline.discarded
             self._sink, self._pipeline = launch.sink, launch.pipeline
@@ -162,12 +151,10 @@ class Collector(BaseCollector):
         Raises:
             ConfigError: what cannot go on in another process.
         """
-        plan = replace(self._plan, here=False, sync=False)
-        if self._arguments["policy_factory"] is not None:  # it was called, and has made this one
-            plan = replace(plan, policy=self.policy)
-        if not isinstance(plan.interruptor, Interruptor | None):
+        arguments, interruptor = self._arguments, self.interruptor
+        if not isinstance(interruptor, Interruptor | None):
             raise ConfigError(
-                f"interruptor ({type(plan.interruptor).__name__}) cannot be asked in the worker "
+                f"interruptor ({type(interruptor).__name__}) cannot be asked in the worker "
                 "process that start() has collect; use gleanrl.collectors.Interruptor()"
             )
         if self._profile_config is not None:
@@ -175,21 +162,25 @@ class Collector(BaseCollector):
                 "enable_profile() profiles this process, and start() has a worker process collect: "
                 "call disable_profile() first, or profile a collector with workers"
             )
+        # The policy factory was called, and has made this policy.
+        made = arguments["policy_factory"] is not None
         own = {
+            "policy": self.policy if made else arguments["policy"],
             "policy_factory": None,
             "weight_updater": None,
             "pre_collect_hook": self.pre_collect_hook,
             "post_collect_hook": self.post_collect_hook,
         }
-        launch = launch_workers(cast("Arguments", {**self._arguments, **own}), plan)
+        launch = Launch({**arguments, **own}, self._launch.functions, sync=False)
         # The user was warned when these were rounded.
-        return replace(launch, limits=replace(self._budget.limits, total_frames=None))
+        launch.limits = replace(self._budget.limits, total_frames=None)
+        return launch
 
     def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
         """Make the worker continue from the ``state`` of this process."""
         engine, worker = self._engine, state["worker"]
-        if isinstance(self._plan.interruptor, Interruptor):
-            self._plan.interruptor.attach(engine.backend.stop_byte)
+        if isinstance(self.interruptor, Interruptor):
+            self.interruptor.attach(engine.backend.stop_byte)
         streams = worker["streams"]
         if "torch" not in streams:  # the worker has streams of its own, which nobody shares
             own = engine.request(0, m.GetState())["streams"]
@@ -205,7 +196,7 @@ class Collector(BaseCollector):
 
     def _away(self, path: str) -> bool:
         """Whether ``path`` leads to an object in the worker."""
-        return not self._plan.here and re.match(r"(env|policy)\b", path) is not None
+        return not self._launch.here and re.match(r"(env|policy)\b", path) is not None
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         if self._away(attr_path):
@@ -246,7 +237,7 @@ class Collector(BaseCollector):
         worker = self._engine.request(0, m.GetState())
         return {
             "policy_state_dict": self._models.policy_state()
-            if self._plan.here
+            if self._launch.here
             else self._engine.request(0, m.Call("policy_state")),
             "env_state_dict": worker.pop("env"),
             "policy_version": worker["policy_version"],

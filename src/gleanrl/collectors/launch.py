@@ -3,179 +3,201 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import torch
-from tensordict.nn import InteractionType
 
 from gleanrl.collectors.arguments import (
     Arguments,
     check,
-    check_callables,
     read_exploration,
     read_version,
 )
 from gleanrl.collectors.episodes import EpisodesPlan
 from gleanrl.collectors.nested import nested_factory
-from gleanrl.collectors.weight_schedule import Sending
-from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
+from gleanrl.collectors.weight_schedule import read_sending
+from gleanrl.collectors.weight_update import read_updater
 from gleanrl.collectors.worker import serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
-    DevicePlan,
     FrameBudget,
     OwnOptions,
     SourceOptions,
-    TrajectoryOptions,
     check_int,
     is_number,
-    seconds,
+    read_device,
     warn,
 )
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sink import Sink, make_sink
+from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.rollout.build import SourceBuilder
-from gleanrl.weights.snapshot import PolicyVersion
 
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 """Memory of the smallest environments and their processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlan:
-    """The workers of a collector, and the way from their rollouts to batches."""
-
-    create_env_fn: Any
-    """The argument ``create_env_fn``, unchanged."""
-    functions: Sequence[Any]
-    """Each worker's ``create_env_fn``."""
-    policy: Any
-    sync: bool = True
-    """Whether a batch holds a rollout of every worker."""
-    collector_class: Any = None
-    """The class of each worker's collector."""
-    whole: bool = False
-    """Whether each worker runs a whole collector of its class instead of `WorkerCollector`."""
-    here: bool = False
-    """Whether the only worker is this process, with the user's own objects and streams."""
-    remote: bool = False
-    """Whether workers share no memory with this process."""
-    kwargs: Sequence[Mapping[str, Any]] = ()
-    """Remote workers: further arguments of each worker's collector."""
-    workers_each: int = 1
-    """Remote workers: the workers of each worker's collector, if it has any."""
-    sending: Sending | None = None
-    """Sends weights without a call, if the user asked for that."""
-    tolerant: bool = False
-    """Whether collection continues without lost workers."""
-    relaunches: int | None = None
-    """The number of replacements of each worker; ``None`` without replacements."""
-    enough: int | None = None
-    """The number of finished workers at which the others stop; ``None`` for all."""
-    interruptor: Any = None
-    num_threads: int | None = None
-    """torch threads of this process while workers run."""
-
-    @property
-    def stops(self) -> bool:
-        """Whether rollouts may be stopped early."""
-        return self.enough is not None or self.interruptor is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A plan and the objects made from it and the arguments, before the start of workers."""
+    """The arguments of a collector, read and dealt out to its workers, before these start."""
 
-    plan: WorkerPlan
-    exploration: InteractionType
-    version: PolicyVersion | None
-    """The version counter to show."""
-    updater: WeightUpdaterBase | None
-    factories: Sequence[SourceFactory]
-    """Functions that build the source of each worker, in the worker."""
-    limits: FrameBudget
-    asked: Sequence[int]
-    """Per worker, the frames of its rollouts."""
-    batches: BatchOptions
-    pipeline: Pipeline
-    """The pipeline of batches."""
-    sink: Sink | None
-    """The replay buffer or writer that receives batches instead of the user."""
-    fills: bool = False
-    """Whether workers write their rollouts into the sink themselves."""
-    policy_device: Any
-    env_device: Any
-    stream: int = 0
-    """The first worker's random stream, from which the other streams follow."""
+    def __init__(
+        self,
+        arguments: Arguments,
+        functions: Sequence[Any],
+        *,
+        sync: bool = True,
+        collector_class: Any = None,
+        whole: bool = False,
+        here: bool = False,
+        remote: bool = False,
+        kwargs: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Read and check the arguments.
 
+        Args:
+            arguments: The result of `read`, with ``create_env_fn`` and ``policy``.
+            functions: Each worker's ``create_env_fn``.
+            sync: Whether a batch holds a rollout of every worker.
+            collector_class: The class of each worker's collector.
+            whole: Whether each worker runs a whole collector of that class.
+            here: Whether the only worker is this process, with the user's own objects and streams.
+            remote: Whether workers share no memory with this process.
+            kwargs: Further arguments of each worker's collector.
 
-def launch_workers(arguments: Arguments, plan: WorkerPlan) -> Launch:
-    """Return the launch for these arguments."""
-    count = len(plan.functions)
-    check(arguments)
-    _check_workers(arguments, plan)
-    if not plan.remote:
-        envs = arguments["num_envs"]
-        envs = 1 if envs is None else check_int("num_envs", envs, least=1)
-        check_counts(envs, 0 if plan.here else count)
-    names = ("device", "storing_device", "policy_device", "env_device")
-    columns = [deal(name, cast("Any", arguments)[name], count) for name in names]
-    devices = [DevicePlan.from_arguments(*column) for column in zip(*columns, strict=True)]
-    places = {device.storing for device in devices}
-    storing = places.pop() if len(places) == 1 else torch.device("cpu")
-    frames = arguments["frames_per_batch"]
-    asked = frames_per_worker(frames, count, plan.sync)
-    if isinstance(frames, Sequence):
-        frames = sum(asked) if plan.sync else max(asked)
-    cat = read_cat(arguments["cat_results"], plan.sync)
-    stacked = plan.sync and cat is None and not plan.here
-    sink = make_sink(arguments["replay_buffer"], arguments["extend_buffer"], stacked)
-    launch = Launch(
-        plan=plan,
-        exploration=read_exploration(arguments["exploration_type"], arguments["exploration_mode"]),
-        version=read_version(arguments["track_policy_version"]),
-        updater=read_updater(arguments["weight_updater"]),
-        factories=[],
-        limits=FrameBudget.from_arguments(
-            frames, arguments["total_frames"], arguments["init_random_frames"]
-        ),
-        asked=asked,
-        batches=BatchOptions(
-            stacked=stacked,
-            cat=-1 if cat is None else cat,
-            device=storing,
-            trim=plan.sync and plan.stops and not plan.here,
-            single=not plan.sync,
-        ),
-        pipeline=Pipeline(
-            TrajectoryOptions.from_arguments(
-                arguments["split_trajs"],
-                arguments["trajs_per_batch"],
-                arguments["traj_format"],
-                arguments["trajs_per_write"],
-                arguments["replay_buffer"],
-                arguments["traj_quota"],
-            ),
-            arguments["postproc"],
-            sink,
-            storing,
-            episodes_end=arguments["reset_at_each_iter"],
-            same=arguments["return_same_td"],
-        ),
-        sink=sink,
-        fills=sink is not None and not plan.here and sink.by_workers(plan.remote),
-        policy_device=[device.policy for device in devices],
-        env_device=[device.env for device in devices],
+        Raises:
+            ConfigError: an argument is wrong or contradicts another.
+        """
+        count = len(functions)
+        check(arguments)
+        self._arguments, self.policy = arguments, arguments["policy"]
+        self.functions, self.collector_class, self.whole = functions, collector_class, whole
+        self.sync, self.here, self.remote = sync, here, remote
+        self._kwargs = kwargs or [{}] * count
+        if not remote:
+            envs = arguments["num_envs"]
+            envs = 1 if envs is None else check_int("num_envs", envs, least=1)
+            check_counts(envs, 0 if here else count)
+        self.interruptor = arguments["interruptor"]
+        self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
+        self.stops = self.enough is not None or self.interruptor is not None
+        """Whether rollouts may be stopped early."""
+        self.sending = read_sending(arguments, count, sync)
+        most = check_int("max_relaunches", arguments["max_relaunches"], least=0)
+        self.relaunches = most if arguments["on_failure"] == "relaunch" else None
+        """The number of replacements of each worker; ``None`` without replacements."""
+        self.exploration = read_exploration(
+            arguments["exploration_type"], arguments["exploration_mode"]
+        )
+        self.version = read_version(arguments["track_policy_version"])
+        self.updater = read_updater(arguments["weight_updater"])
+        self._read_devices()
+        self._read_batches()
         # Drawn from torch's generator: a seeded script has seeded workers.
-        stream=0 if plan.here else int(torch.randint(1 << 62, ())),
-    )
-    return replace(launch, factories=_factories(arguments, launch))
+        self.stream = 0 if here else int(torch.randint(1 << 62, ()))
+        """The first worker's random stream, from which the other streams follow."""
+        self.factories = self._factories()
+        """Functions that build the source of each worker, in the worker."""
+
+    def _read_devices(self) -> None:
+        def each(name: str) -> list[torch.device | None]:
+            dealt = deal(name, self._arguments[name], len(self.functions))
+            return [read_device(name, device) for device in dealt]
+
+        default = each("device")
+        storing, policies, envs = (
+            [own or usual for own, usual in zip(each(name), default, strict=True)]
+            for name in ("storing_device", "policy_device", "env_device")
+        )
+        self.policy_device: Any = policies
+        self.env_device: Any = envs
+        columns = zip(storing, policies, envs, strict=True)
+        places = {at or (policy if policy == env else None) for at, policy, env in columns}
+        self.storing_device = places.pop() if len(places) == 1 else torch.device("cpu")
+
+    def _read_batches(self) -> None:
+        arguments, sync = self._arguments, self.sync
+        frames = arguments["frames_per_batch"]
+        self.frames = frames_per_worker(frames, len(self.functions), sync)
+        """Per worker, the frames of its rollouts."""
+        if isinstance(frames, Sequence):
+            frames = sum(self.frames) if sync else max(self.frames)
+        self.limits = FrameBudget.from_arguments(
+            frames, arguments["total_frames"], arguments["init_random_frames"]
+        )
+        cat = read_cat(arguments["cat_results"], sync)
+        self.batches = BatchOptions(
+            stacked=sync and cat is None and not self.here,
+            cat=-1 if cat is None else cat,
+            device=self.storing_device,
+            trim=sync and self.stops and not self.here,
+            single=not sync,
+        )
+        self.sink = make_sink(
+            arguments["replay_buffer"], arguments["extend_buffer"], self.batches.stacked
+        )
+        """The replay buffer or writer that receives batches instead of the user."""
+        self.fills = self.sink is not None and not self.here and self.sink.by_workers(self.remote)
+        """Whether workers write their rollouts into the sink themselves."""
+        self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
+
+    # -- a source factory for each worker ----------------------------------------------------------
+
+    def _factories(self) -> list[SourceFactory]:
+        arguments, count = self._arguments, len(self.functions)
+        kwargs = env_kwargs(arguments["create_env_kwargs"], count)
+        makers = deal("policy_factory", arguments["policy_factory"], count)
+        names = {part.name for part in fields(OwnOptions)}
+        factories: list[SourceFactory] = []
+        for worker, given in enumerate(self._kwargs):
+            own: dict[str, Any] = {name: {**arguments, **given}[name] for name in names}
+            more = env_kwargs(given.get("create_env_kwargs"), 1)[0]
+            own["create_env_kwargs"] = {**kwargs[worker], **more}
+            options = SourceOptions(
+                **own,
+                create_env_fn=self.functions[worker],
+                env_device=self.env_device[worker],
+                policy=self.policy if makers[worker] is None or self.here else None,
+                policy_factory=makers[worker],
+                policy_device=self.policy_device[worker],
+                exploration_type=self.exploration,
+                track_policy_version=self.version is not None,
+                mask=self.stops,
+                stream=None if self.here else self.stream + worker,
+                frames_per_batch=self.frames[worker],
+                replay_buffer=arguments["replay_buffer"] if self.fills else None,
+                learner_extends=arguments["replay_buffer"] is not None and not self.fills,
+            )
+            rest = {name: value for name, value in given.items() if name not in names}
+            factories.append(self._factory(options, rest))
+        return factories
+
+    def _factory(self, options: SourceOptions, rest: Mapping[str, Any]) -> SourceFactory:
+        """Return the function that builds the source of one worker.
+
+        Args:
+            options: The settings of the worker.
+            rest: Arguments that need a whole collector in the worker.
+        """
+        if self.here:
+            return SourceBuilder(options)
+        factory: SourceFactory
+        if isinstance(self.collector_class, EpisodesPlan):
+            factory = self.collector_class.factory(options)
+        elif self.whole or rest:
+            each = check_int(
+                "num_workers_per_collector", self._arguments["num_workers_per_collector"], least=1
+            )
+            factory = nested_factory(self, options, rest, each)
+        else:
+            factory = partial(serve_worker, options)
+        if self.sink is not None and self.fills:
+            factory = partial(serve_filling, factory, self.pipeline, self.sink)
+        return factory
 
 
 def check_counts(
@@ -189,78 +211,6 @@ def check_counts(
     what = what or f"{envs:,} environments" + f" in each of {workers:,} workers" * bool(workers)
     least = max(1, workers) * envs * _ENV_BYTES + workers * _WORKER_BYTES
     check_memory(least, what, advice, "memory")
-
-
-def _check_workers(arguments: Arguments, plan: WorkerPlan) -> None:
-    """Check for contradictions that only collectors with workers can have."""
-    factories = arguments["policy_factory"]
-    both = plan.policy is not None and factories is not None
-    if both and arguments["weight_updater"] is not None:
-        raise ArgumentTypeError(
-            "policy and policy_factory exclude each other with a weight_updater; drop it, and "
-            "weights are taken from policy"
-        )
-    if isinstance(factories, Sequence):
-        check_callables(**{f"policy_factory[{i}]": f for i, f in enumerate(factories)})
-    seconds("start_timeout", arguments["start_timeout"])
-
-
-# -- a source factory for each ---------------------------------------------------------------------
-
-
-def _factories(arguments: Arguments, launch: Launch) -> list[SourceFactory]:
-    """Return the functions that build each worker's source, in the worker."""
-    plan, count = launch.plan, len(launch.plan.functions)
-    kwargs = env_kwargs(arguments["create_env_kwargs"], count)
-    makers = deal("policy_factory", arguments["policy_factory"], count)
-    names = {part.name for part in fields(OwnOptions)}
-    factories: list[SourceFactory] = []
-    for worker in range(count):
-        given = plan.kwargs[worker] if plan.kwargs else {}
-        own: dict[str, Any] = {name: {**arguments, **given}[name] for name in names}
-        more = env_kwargs(given.get("create_env_kwargs"), 1)[0]
-        own["create_env_kwargs"] = {**kwargs[worker], **more}
-        options = SourceOptions(
-            **own,
-            create_env_fn=plan.functions[worker],
-            env_device=launch.env_device[worker],
-            policy=plan.policy if makers[worker] is None or plan.here else None,
-            policy_factory=makers[worker],
-            policy_device=launch.policy_device[worker],
-            exploration_type=launch.exploration,
-            track_policy_version=launch.version is not None,
-            mask=plan.stops,
-            stream=None if plan.here else launch.stream + worker,
-            frames_per_batch=launch.asked[worker],
-            replay_buffer=arguments["replay_buffer"] if launch.fills else None,
-            learner_extends=arguments["replay_buffer"] is not None and not launch.fills,
-        )
-        rest = {name: value for name, value in given.items() if name not in names}
-        factories.append(_factory(launch, options, rest))
-    return factories
-
-
-def _factory(launch: Launch, options: SourceOptions, rest: Mapping[str, Any]) -> SourceFactory:
-    """Return the function that builds the source of one worker.
-
-    Args:
-        launch: The launch of all workers.
-        options: The settings of this one.
-        rest: Arguments that need a collector of its own in the worker.
-    """
-    kind = launch.plan.collector_class
-    if launch.plan.here:
-        return SourceBuilder(options)
-    factory: SourceFactory
-    if isinstance(kind, EpisodesPlan):
-        factory = kind.factory(options)
-    elif launch.plan.whole or rest:
-        factory = nested_factory(launch, options, rest)
-    else:
-        factory = partial(serve_worker, options)
-    if launch.sink is not None and launch.fills:
-        factory = partial(serve_filling, factory, launch.pipeline, launch.sink)
-    return factory
 
 
 # -- arguments dealt out ---------------------------------------------------------------------------

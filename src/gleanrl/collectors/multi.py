@@ -9,9 +9,8 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, shows, typed
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.launch import WorkerPlan, env_functions, launch_workers, read_threshold
+from gleanrl.collectors.launch import Launch, env_functions
 from gleanrl.collectors.selectors import like, unknown_backend
-from gleanrl.collectors.weight_schedule import EachBatch
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
@@ -56,26 +55,17 @@ class MultiCollector(CollectorWithWorkers):
             WorkerDied: a worker's process ended while starting.
             CollectorTimeout: workers did not come up in time.
         """
-        super().__init__(kwargs)
+        super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
         kind = Collector if arguments["collector_class"] is None else arguments["collector_class"]
-        plan = WorkerPlan(
-            create_env_fn=create_env_fn,
-            functions=functions,
-            policy=policy,
-            sync=self._sync,
-            collector_class=kind,
-            whole=kind is not Collector,
-            sending=EachBatch(self._sync) if arguments["update_at_each_batch"] else None,
-            enough=read_threshold(arguments["preemptive_threshold"], len(functions), self._sync),
-            interruptor=arguments["interruptor"],
-            num_threads=arguments["num_threads"],
-        )
+        whole = kind is not Collector
         make = _make_backend(
             arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
         )
-        self._start(launch_workers(arguments, plan), make)
+        self._start(
+            Launch(arguments, functions, sync=self._sync, collector_class=kind, whole=whole), make
+        )
 
     def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
         """Return the learner's weights, which the next update sends; ``None`` if it has none.

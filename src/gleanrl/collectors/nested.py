@@ -48,7 +48,7 @@ def _serve_nested(
 
 
 def nested_factory(
-    launch: Launch, options: SourceOptions, rest: Mapping[str, Any]
+    launch: Launch, options: SourceOptions, rest: Mapping[str, Any], each: int
 ) -> SourceFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
@@ -56,15 +56,16 @@ def nested_factory(
         launch: The launch of the outer collector.
         options: The settings of the worker.
         rest: Further arguments of the collector in the worker.
+        each: The workers of that collector on a node, if it has any.
     """
-    plan, kind, random = launch.plan, launch.plan.collector_class, launch.limits.init_random_frames
+    kind, random = launch.collector_class, launch.limits.init_random_frames
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
     own = options.unusual()
     init_fn = {"init_fn": own.pop("init_fn", None)}  # it runs where the environments are
     if random:  # over all workers
-        own["init_random_frames"] = -(-random // len(plan.functions))
-    stopping = {"interruptor": plan.interruptor, "preemptive_threshold": plan.enough}
+        own["init_random_frames"] = -(-random // len(launch.functions))
+    stopping = {"interruptor": launch.interruptor, "preemptive_threshold": launch.enough}
     _check_taken(kind, own, [name for name, value in stopping.items() if value is not None])
     kwargs = {
         "policy_factory": options.policy_factory,
@@ -75,12 +76,12 @@ def nested_factory(
         "frames_per_batch": options.frames_per_batch,
         "total_frames": -1,
         **own,
-        **(init_fn if plan.remote and plan.whole else {}),
+        **(init_fn if launch.remote and launch.whole else {}),
     }
     kwargs = {name: value for name, value in kwargs.items() if value is not None} | dict(rest)
-    env, each = options.create_env_fn, plan.workers_each
+    env = options.create_env_fn
     several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
-    if plan.remote and (each > 1 or several):
+    if launch.remote and (each > 1 or several):
         env = [env] * each
     return partial(_serve_nested, kind, options, env, kwargs)
 

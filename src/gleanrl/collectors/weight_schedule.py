@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from gleanrl.core.options import warn
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import check_int, warn
 
 if TYPE_CHECKING:
     from gleanrl.collectors.base import BaseCollector
@@ -46,7 +47,7 @@ class WeightSchedule:
 
     def before(self, collector: BaseCollector) -> None:
         """Send the learner's newest weights to the workers that are due."""
-        if self._due and collector._plan.tolerant:
+        if self._due and collector._engine.dispatcher.tolerant:
             collector._engine.check()  # workers that were lost meanwhile need no weights
             self._due &= set(collector._engine.dispatcher.alive)
         if self._due and collector.learner_policy is not None:
@@ -112,3 +113,21 @@ class NothingSent:
 
 Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
 """Sends the policy's weights without a call, around each batch."""
+
+
+def read_sending(arguments: Mapping[str, Any], workers: int, sync: bool) -> Sending | None:
+    """Return the object that sends weights to ``workers`` workers as the arguments say."""
+    if arguments["update_at_each_batch"]:
+        return EachBatch(sync)
+    after_each, interval = (
+        arguments[name] for name in ("update_after_each_batch", "max_weight_update_interval")
+    )
+    if after_each and arguments["policy"] is None:
+        raise ConfigError(
+            "update_after_each_batch=True takes weights from the policy, and there is none: "
+            "give policy= (beside policy_factory=, if nodes are to make their own)"
+        )
+    if interval in (None, -1):
+        return WeightSchedule(workers, None, after_each) if after_each else None
+    interval = check_int("max_weight_update_interval", interval, least=1)
+    return WeightSchedule(workers, interval, after_each)

@@ -26,12 +26,12 @@ class CollectorWithWorkers(BaseCollector):
 
     def _set_up(self) -> None:
         super()._set_up()
-        if (relaunches := self._plan.relaunches) is not None:
+        if (relaunches := self._launch.relaunches) is not None:
             backend = cast("NetworkBackend", self._engine.backend)
             self._replacements = Replacements(self._engine, backend, self._models, relaunches)
 
     def _env_to_record(self) -> Any:
-        first = self._plan.functions[0]
+        first = self._launch.functions[0]
         return first if isinstance(first, str) else None
 
     # -- questions -------------------------------------------------------------------------------

@@ -147,36 +147,6 @@ def _as_int(value: Any) -> int | None:
     return int(value) if integral else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
-    """The devices of policy, environment and storage; ``None`` if not set."""
-
-    policy: torch.device | None = None
-    env: torch.device | None = None
-    storing: torch.device | None = None
-
-    @classmethod
-    def from_arguments(
-        cls,
-        device: torch.device | str | int | None,
-        storing_device: torch.device | str | int | None,
-        policy_device: torch.device | str | int | None,
-        env_device: torch.device | str | int | None,
-    ) -> DevicePlan:
-        """Fill missing devices from ``device``; storage follows policy and env if they agree.
-
-        Raises:
-            ConfigError: a device that does not exist here.
-        """
-        default = read_device("device", device)
-        policy = read_device("policy_device", policy_device) or default
-        env = read_device("env_device", env_device) or default
-        storing = read_device("storing_device", storing_device) or default
-        if storing is None and policy == env:
-            storing = policy
-        return cls(policy=policy, env=env, storing=storing)
-
-
 def read_device(name: str, value: torch.device | str | int | None) -> torch.device | None:
     """Return the device that the argument ``name`` means, ``None`` for none.
 
@@ -200,72 +170,6 @@ def read_device(name: str, value: torch.device | str | int | None) -> torch.devi
         found = f"only {count} {kind} devices" if count else f"no {kind} device"
         raise ConfigError(f"{name} ({value!r}): this torch build or machine has {found}")
     return torch.empty(0, device=device).device if device.index is None else device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryOptions:
-    """How trajectories are cut out of batches."""
-
-    split_trajs: bool = False
-    trajs_per_batch: int | None = None
-    traj_format: str = "padded"
-    """``"padded"`` (zeros and a mask) or ``"cat"``."""
-    traj_quota: str | None = None
-    """``"equal"``: as many from every environment; ``None``: in the order in which they end."""
-
-    @classmethod
-    def from_arguments(
-        cls,
-        split_trajs: bool | None,
-        trajs_per_batch: int | None,
-        traj_format: str,
-        trajs_per_write: int | None,
-        replay_buffer: Any,
-        traj_quota: str | None = None,
-    ) -> TrajectoryOptions:
-        """Read the arguments: into a buffer, trajectories go end to end, as they are completed.
-
-        Raises:
-            ConfigError: values or combinations that make no sense.
-        """
-        if traj_format not in ("padded", "cat"):
-            raise ConfigError(f"traj_format ({traj_format!r}) must be 'padded' or 'cat'")
-        if traj_quota not in (None, "equal"):
-            raise ConfigError(f"traj_quota ({traj_quota!r}) must be 'equal' or None")
-        whole, stored = trajs_per_batch is not None, replay_buffer is not None
-        for wrong, message in (
-            (
-                traj_quota is not None and not whole,
-                "traj_quota shares out whole trajectories: it needs trajs_per_batch",
-            ),
-            (traj_format == "cat" and not whole, "traj_format='cat' needs trajs_per_batch"),
-            (
-                whole and split_trajs,
-                "trajs_per_batch already delivers whole trajectories; drop split_trajs",
-            ),
-            (
-                traj_quota is not None and stored,
-                "traj_quota is for batches that are handed over; into a replay_buffer trajectories "
-                "go as they are completed",
-            ),
-            (
-                trajs_per_write is not None and not (whole and stored),
-                "trajs_per_write says how many whole trajectories are written at once: it needs "
-                "replay_buffer and trajs_per_batch",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(message)
-        count = check_int("trajs_per_batch", trajs_per_batch, least=1) if whole else None
-        if whole and stored:
-            written = 1 if trajs_per_write is None else trajs_per_write
-            count, traj_format = check_int("trajs_per_write", written, least=1), "cat"
-        return cls(
-            split_trajs=bool(split_trajs),
-            trajs_per_batch=count,
-            traj_format=traj_format,
-            traj_quota=traj_quota,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

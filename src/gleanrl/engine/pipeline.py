@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key, is_private
-from gleanrl.core.options import TrajectoryOptions, warn
+from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 
@@ -31,31 +31,22 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        trajectories: TrajectoryOptions,
-        postproc: PostProc | None,
-        sink: Sink | None,
-        storing: torch.device | None,
-        episodes_end: bool = False,
-        same: bool = False,
+        self, arguments: Mapping[str, Any], sink: Sink | None, storing: torch.device | None
     ) -> None:
         """Line up the stages.
 
         Args:
-            trajectories: How trajectories are cut out of batches.
-            postproc: The user's stage, after splitting.
+            arguments: Those of the collector, which do not contradict each other.
             sink: Stores the result; ``None`` to hand it over.
             storing: Device a postproc module is moved to.
-            episodes_end: Whether no episode outlasts its batch (``reset_at_each_iter``).
-            same: Return one `TensorDict` each time, filled anew (``return_same_td``).
         """
-        self._same = same
+        self._same, postproc = arguments["return_same_td"], arguments["postproc"]
         self._kept: TensorDictBase | None = None
-        self._episodes_end = episodes_end
+        self._episodes_end = arguments["reset_at_each_iter"]
         if isinstance(postproc, nn.Module) and storing is not None:
             postproc = postproc.to(storing)
         self._stages: list[PostProc] = []
-        if trajectories.split_trajs:
+        if arguments["split_trajs"]:
             self._stages.append(split_trajectories)
         if postproc is not None:
             # Only a stage of the user's can bring private entries in: sources deliver none.
@@ -63,12 +54,8 @@ class Pipeline:
         self._sink = sink
         self._not_stored = 0
         self._fruitless = 0
-        self._equal = trajectories.traj_quota == "equal"
-        self._whole: WholeTrajectories | None = None
-        if trajectories.trajs_per_batch is not None:
-            self._whole = WholeTrajectories(
-                trajectories.trajs_per_batch, traj_format=trajectories.traj_format
-            )
+        self._equal = arguments["traj_quota"] == "equal"
+        self._whole = _whole_trajectories(arguments)
 
     def share_out(self, num_envs: int) -> None:
         """Set the number of environments, and with equal quotas the share of each."""
@@ -172,3 +159,14 @@ def _checked(postproc: PostProc) -> PostProc:
         return result
 
     return stage
+
+
+def _whole_trajectories(arguments: Mapping[str, Any]) -> WholeTrajectories | None:
+    """Return what cuts whole trajectories; into a buffer they go end to end, as they complete."""
+    if arguments["trajs_per_batch"] is None:
+        return None
+    count = check_int("trajs_per_batch", arguments["trajs_per_batch"], least=1)
+    if arguments["replay_buffer"] is None:
+        return WholeTrajectories(count, traj_format=arguments["traj_format"])
+    written = 1 if arguments["trajs_per_write"] is None else arguments["trajs_per_write"]
+    return WholeTrajectories(check_int("trajs_per_write", written, least=1), traj_format="cat")

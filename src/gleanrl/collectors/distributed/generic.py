@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack, cast
 
-import torch
-
 from gleanrl.collectors.arguments import (
     Arguments,
     DistributedArguments,
@@ -23,9 +21,8 @@ from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
-from gleanrl.collectors.launch import WorkerPlan, deal, env_functions, launch_workers
+from gleanrl.collectors.launch import Launch, deal, env_functions
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from gleanrl.collectors.weight_schedule import WeightSchedule
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
@@ -82,7 +79,7 @@ class DistributedCollector(CollectorWithWorkers):
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """
-        super().__init__(kwargs)
+        super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         arguments["sync"] = arguments["sync"] or self._sync
         if self._sync or arguments["update_interval"] is not None:
@@ -94,7 +91,7 @@ class DistributedCollector(CollectorWithWorkers):
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         functions = env_functions(create_env_fn, None, default=1)
-        plan = plan_nodes(create_env_fn, policy, arguments, functions)
+        launch = launch_nodes(arguments, functions)
         check_kind(arguments["backend"])
         heartbeat = seconds("heartbeat", arguments["heartbeat"])
         if heartbeat < _SHORTEST_BEAT_S:
@@ -105,12 +102,12 @@ class DistributedCollector(CollectorWithWorkers):
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._start(
-            launch_workers(arguments, plan),
+            launch,
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
                 ProcessGroups(arguments["backend"], heartbeat),
-                replaces=plan.relaunches is not None,
+                replaces=launch.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
@@ -183,56 +180,30 @@ _OF_THE_LEARNER = frozenset(
 _USUAL = {**defaults(DistributedArguments), **defaults(RayArguments)}
 
 
-def plan_nodes(
-    create_env_fn: Any, policy: Any, arguments: Arguments, functions: Sequence[Any]
-) -> WorkerPlan:
-    """Return the plan of the workers of a collector over nodes.
+def launch_nodes(arguments: Arguments, functions: Sequence[Any]) -> Launch:
+    """Return the launch of a collector over nodes or actors.
 
     Args:
-        create_env_fn: As it was given.
-        policy: The learner's policy.
         arguments: All arguments.
         functions: What each node collects from.
     """
-    count = len(functions)
-    kind = _read_class(arguments["collector_class"])
-    workers_each = check_int(
-        "num_workers_per_collector", arguments["num_workers_per_collector"], least=1
-    )
-    if kind is Collector and workers_each > 1:
+    kind, each = _read_class(arguments["collector_class"]), arguments["num_workers_per_collector"]
+    if kind is Collector and check_int("num_workers_per_collector", each, least=1) > 1:
         raise ConfigError(
-            f"num_workers_per_collector ({workers_each}) needs nodes with several workers: "
+            f"num_workers_per_collector ({each}) needs nodes with several workers: "
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
             "environments"
         )
-    dealt = deal("collector_kwargs", arguments["collector_kwargs"], count)
-    kwargs = [_read_kwargs(kind, one, arguments) for one in dealt]
-    sync, update_after = arguments["sync"], arguments["update_after_each_batch"]
     _check_failure(arguments)
-    interval = arguments["max_weight_update_interval"]
-    interval = None if interval == -1 else interval
-    if interval is not None:
-        check_int("max_weight_update_interval", interval, least=1)
-    if update_after and policy is None:
-        raise ConfigError(
-            "update_after_each_batch=True takes weights from the policy, and there is none: "
-            "give policy= (beside policy_factory=, if nodes are to make their own)"
-        )
-    relaunches = check_int("max_relaunches", arguments["max_relaunches"], least=0)
-    return WorkerPlan(
-        create_env_fn=create_env_fn,
-        functions=functions,
-        policy=policy,
-        sync=sync,
+    dealt = deal("collector_kwargs", arguments["collector_kwargs"], len(functions))
+    return Launch(
+        arguments,
+        functions,
+        sync=arguments["sync"],
         collector_class=kind,
         whole=kind is not Collector,
         remote=True,
-        kwargs=kwargs,
-        workers_each=workers_each,
-        sending=WeightSchedule(count, interval, update_after) if interval or update_after else None,
-        tolerant=arguments["on_failure"] != "raise",
-        relaunches=relaunches if arguments["on_failure"] == "relaunch" else None,
-        num_threads=torch.get_num_threads(),  # as they are: nodes have their own cores
+        kwargs=[_read_kwargs(kind, one, arguments) for one in dealt],
     )
 
 

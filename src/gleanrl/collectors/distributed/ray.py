@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
-from gleanrl.collectors.arguments import Arguments, RayArguments, shows
-from gleanrl.collectors.distributed.generic import plan_nodes
-from gleanrl.collectors.launch import deal, env_functions_of, launch_workers
+from gleanrl.collectors.arguments import RayArguments, shows
+from gleanrl.collectors.distributed.generic import launch_nodes
+from gleanrl.collectors.launch import deal, env_functions_of
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
@@ -66,28 +66,28 @@ class RayCollector(CollectorWithWorkers):
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
-        super().__init__(kwargs)
+        super().__init__(create_env_fn, policy, kwargs)
         require_ray()
         functions = env_functions_of(create_env_fn, self._arguments["num_collectors"])
-        self._start_actors(functions, policy)
+        self._start_actors(functions)
 
-    def _start_actors(self, functions: list[Any], policy: Any) -> None:
+    def _start_actors(self, functions: list[Any]) -> None:
         """Check the arguments and create the actors."""
         arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
-        plan = plan_nodes(functions, policy, arguments, functions)
+        launch = launch_nodes(arguments, functions)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]
         try:
             self._start(
-                launch_workers(arguments, plan),
+                launch,
                 lambda windows: NetworkBackend(
                     windows,
                     actors,
                     actors,
-                    replaces=plan.relaunches is not None,
+                    replaces=launch.relaunches is not None,
                     threads=threads,
                     start_timeout=start_timeout,
                 ),
@@ -138,15 +138,12 @@ class RayCollector(CollectorWithWorkers):
                 "add_collectors() comes before the first batch, update, seed or state: workers "
                 "share out frames and trajectory ids from then on; make a new collector"
             )
-        if policy is not None and policy is not self._plan.policy:
+        if policy is not None and policy is not self._launch.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
+        new, before = env_functions_of(create_env_fn, num_envs), list(self._launch.functions)
         hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
-        arguments: dict[str, Any] = {
-            **self._arguments,
-            **hooks,
-            "weight_updater": self.weight_updater,
-        }
+        own = {"weight_updater": self.weight_updater, "create_env_fn": [*before, *new]}
+        arguments: dict[str, Any] = {**self._arguments, **hooks, **own}
         for name, added in (
             ("collector_kwargs", collector_kwargs),
             ("remote_configs", remote_configs),
@@ -156,8 +153,8 @@ class RayCollector(CollectorWithWorkers):
         session.enter(self, None)  # so that it does not end in between
         try:
             self.shutdown()
-            self._arguments = cast("Arguments", arguments)
-            self._start_actors([*before, *new], self._plan.policy)
+            self._arguments = arguments
+            self._start_actors([*before, *new])
             if self._profile_config is not None:
                 self._begin_profile(asdict(self._profile_config))
         finally:
