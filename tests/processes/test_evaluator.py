@@ -483,6 +483,7 @@ def test_an_evaluator_that_is_dropped_ends_its_worker():
         ({"collector_cls": "MultiSyncCollector"}, "collector_cls"),
         ({"done_keys": "over"}, "done_keys"),
         ({"collector_kwargs": {"trajs_per_batch": 3}}, "trajs_per_batch cannot be given here"),
+        ({"collector_kwargs": {"init_random_frames": 8}}, "init_random_frames cannot be given"),
         ({"reward_keys": "gain"}, r"no 'gain' to add up.*, one of \('next', 'reward'\)"),
         ({"metrics_fn": lambda episodes: episodes.shape}, "metrics_fn returned .*mapping of names"),
         ({"policy_factory": lambda env: None}, "needs an env that is callable"),

@@ -483,7 +483,7 @@ def _described(kind: Any) -> dict[str, str]:
     return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
-_TOPICS = {
+TOPICS = {
     "Batches": "frames_per_batch total_frames init_random_frames cat_results split_trajs "
     "trajs_per_batch traj_format traj_quota track_traj_ids set_truncated compact_obs postproc "
     "return_same_td",
@@ -505,7 +505,7 @@ _TOPICS = {
     "local_init_rb reset_when_done use_buffers no_cuda_sync use_env_creator visible_devices "
     "tensorpipe_options",
 }
-"""The order in which `help` lists arguments."""
+"""What each argument is about, in the order in which `help` lists them."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -528,7 +528,7 @@ def _listed(kind: Any) -> str:
     """Return the list of the arguments of ``kind`` by topic, for a docstring."""
     defined, found = definitions(kind), meanings(kind)
     text = ""
-    for topic, names in _TOPICS.items():
+    for topic, names in TOPICS.items():
         own = [name for name in names.split() if name in defined]
         text += f"\n    -- {topic} --\n" if own else ""
         for name in own:
@@ -540,7 +540,7 @@ def _listed(kind: Any) -> str:
     return text
 
 
-def shows(kind: Any) -> Callable[[Function], Function]:
+def documents_arguments(kind: Any) -> Callable[[Function], Function]:
     """Return a decorator: a constructor has each argument of ``kind``, as if written out."""
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -795,7 +795,7 @@ _TYPES = {
 }
 
 
-def shown(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
+def argument_property(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
     """Return a read-only property of collectors: an argument of the constructor.
 
     Args:

@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from gleanrl.collectors.arguments import (
+    argument_property,
     check_schemes,
     read,
     read_devices,
     read_seed,
-    shown,
 )
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
@@ -76,32 +76,36 @@ class BaseCollector(Handle, IterableDataset[Any]):
     only, and taking turns warns once.
     """
 
-    cat_results = shown("cat_results")
-    collector_class = shown("collector_class")
-    compact_obs = shown("compact_obs", bool)
-    compiled_policy = shown("compile_policy", bool, "Whether the policy is compiled.")
-    create_env_fn = shown("create_env_fn", doc="The argument ``create_env_fn``, unchanged.")
-    create_env_kwargs = shown("create_env_kwargs")
-    cudagraphed_policy = shown("cudagraph_policy", bool, "Whether it runs as a CUDA graph.")
-    device = shown("device", read_devices)
-    extend_buffer = shown("extend_buffer")
-    max_frames_per_traj = shown("max_frames_per_traj", lambda steps: limit(steps) or 0)
-    no_cuda_sync = shown("no_cuda_sync", bool)
-    num_sub_threads = shown("num_sub_threads")
-    postproc = shown("postproc")
-    preemptive_threshold = shown(
+    cat_results = argument_property("cat_results")
+    collector_class = argument_property("collector_class")
+    compact_obs = argument_property("compact_obs", bool)
+    compiled_policy = argument_property("compile_policy", bool, "Whether the policy is compiled.")
+    create_env_fn = argument_property(
+        "create_env_fn", doc="The argument ``create_env_fn``, unchanged."
+    )
+    create_env_kwargs = argument_property("create_env_kwargs")
+    cudagraphed_policy = argument_property(
+        "cudagraph_policy", bool, "Whether it runs as a CUDA graph."
+    )
+    device = argument_property("device", read_devices)
+    extend_buffer = argument_property("extend_buffer")
+    max_frames_per_traj = argument_property("max_frames_per_traj", lambda steps: limit(steps) or 0)
+    no_cuda_sync = argument_property("no_cuda_sync", bool)
+    num_sub_threads = argument_property("num_sub_threads")
+    postproc = argument_property("postproc")
+    preemptive_threshold = argument_property(
         "preemptive_threshold", lambda share: 1.0 if share is None else float(share)
     )
-    reset_at_each_iter = shown("reset_at_each_iter", bool)
-    reset_when_done = shown("reset_when_done")
-    set_truncated = shown("set_truncated", bool)
-    split_trajs = shown("split_trajs", bool)
-    track_traj_ids = shown("track_traj_ids")
-    traj_format = shown("traj_format")
-    trajs_per_batch = shown("trajs_per_batch")
-    trajs_per_write = shown("trajs_per_write")
-    trust_policy = shown("trust_policy", bool)
-    update_at_each_batch = shown("update_at_each_batch", bool)
+    reset_at_each_iter = argument_property("reset_at_each_iter", bool)
+    reset_when_done = argument_property("reset_when_done")
+    set_truncated = argument_property("set_truncated", bool)
+    split_trajs = argument_property("split_trajs", bool)
+    track_traj_ids = argument_property("track_traj_ids")
+    traj_format = argument_property("traj_format")
+    trajs_per_batch = argument_property("trajs_per_batch")
+    trajs_per_write = argument_property("trajs_per_write")
+    trust_policy = argument_property("trust_policy", bool)
+    update_at_each_batch = argument_property("update_at_each_batch", bool)
     verbose = False
 
     ARGUMENTS: ClassVar[Any]

@@ -13,9 +13,9 @@ import torch
 from gleanrl.collectors import selectors
 from gleanrl.collectors.arguments import (
     CollectorArguments,
+    argument_property,
+    documents_arguments,
     read_index,
-    shown,
-    shows,
 )
 from gleanrl.collectors.base import BaseCollector
 from gleanrl.collectors.launch import Launch
@@ -48,9 +48,9 @@ class Collector(BaseCollector):
 
     ARGUMENTS = CollectorArguments
     _as_gathered = True
-    return_same_td = shown("return_same_td")
+    return_same_td = argument_property("return_same_td")
 
-    @shows(CollectorArguments)
+    @documents_arguments(CollectorArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[CollectorArguments]
     ) -> None:
@@ -75,7 +75,7 @@ class Collector(BaseCollector):
         self._start(launch, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
-    @selectors.like(__init__)
+    @selectors.with_signature_of(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from gleanrl.collectors.arguments import check_callables, read_seed
+from gleanrl.collectors.arguments import TOPICS, check_callables, read_seed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.episodes import EpisodesPlan, Metrics
@@ -665,22 +665,9 @@ def _completed(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, A
     return {**given, **more}
 
 
-_OWN = (
-    "backend",
-    "cat_results",
-    "collector_class",
-    "num_collectors",
-    "num_workers",
-    "policy_factory",
-    "postproc",
-    "remote_configs",
-    "replay_buffer",
-    "split_trajs",
-    "sync",
-    "total_frames",
-    "trajs_per_batch",
-    "traj_quota",
-)
+_OWN = {name for topic in ("Batches", "Replay buffer") for name in TOPICS[topic].split()}
+_OWN |= {"backend", "sync", "num_collectors", "num_workers"}
+_OWN |= {"collector_class", "policy_factory", "remote_configs"}
 
 
 def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import MultiArguments, shows, typed
+from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.launch import Launch, env_functions
-from gleanrl.collectors.selectors import like, unknown_backend
+from gleanrl.collectors.selectors import unknown_backend, with_signature_of
 from gleanrl.collectors.workers import CollectorWithWorkers
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
@@ -34,7 +34,7 @@ class MultiCollector(CollectorWithWorkers):
     ARGUMENTS = MultiArguments
     _sync: ClassVar[bool] = True
 
-    @shows(MultiArguments)
+    @documents_arguments(MultiArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[MultiArguments]
     ) -> None:
@@ -76,7 +76,7 @@ class MultiCollector(CollectorWithWorkers):
         known = model_id == "policy" and isinstance(self.learner_policy, nn.Module)
         return self.policy_weights if known else None
 
-    @like(__init__)
+    @with_signature_of(__init__)
     def __new__(cls, *args: Any, sync: bool | None = None, **kwargs: Any) -> Any:
         """Choose the subclass.
 
@@ -144,7 +144,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     _as_gathered = True
 
-    @shows(MultiArguments)
+    @documents_arguments(MultiArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[MultiArguments]
     ) -> None:

@@ -32,7 +32,7 @@ _RESERVED = (*_SELECTORS, "num_workers")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def like(described: Callable[..., Any]) -> Callable[[Function], Function]:
+def with_signature_of(described: Callable[..., Any]) -> Callable[[Function], Function]:
     """Return a decorator: what it decorates has the signature of ``described`` for `inspect`."""
 
     def decorate(function: Function) -> Function:

@@ -12,7 +12,7 @@ from gleanrl.collectors.arguments import (
     DistributedSyncArguments,
     RayArguments,
     defaults,
-    shows,
+    documents_arguments,
     typed,
 )
 from gleanrl.collectors.collector import Collector
@@ -61,7 +61,7 @@ class DistributedCollector(CollectorWithWorkers):
     _sync = False
     """Whether batches are synchronous whatever ``sync`` says."""
 
-    @shows(DistributedArguments)
+    @documents_arguments(DistributedArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedArguments]
     ) -> None:
@@ -131,7 +131,7 @@ class DistributedSyncCollector(DistributedCollector):
     ARGUMENTS = DistributedSyncArguments
     _sync = True
 
-    @shows(DistributedSyncArguments)
+    @documents_arguments(DistributedSyncArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedSyncArguments]
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Unpack
 
-from gleanrl.collectors.arguments import RayArguments, shows
+from gleanrl.collectors.arguments import RayArguments, documents_arguments
 from gleanrl.collectors.distributed.generic import launch_nodes
 from gleanrl.collectors.launch import deal, env_functions_of
 from gleanrl.collectors.workers import CollectorWithWorkers
@@ -47,7 +47,7 @@ class RayCollector(CollectorWithWorkers):
 
     ARGUMENTS = RayArguments
 
-    @shows(RayArguments)
+    @documents_arguments(RayArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RayArguments]
     ) -> None:

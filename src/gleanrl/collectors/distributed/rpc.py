@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack, cast
 
-from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, shows
+from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, documents_arguments
 from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.collectors.weight_update import RPCWeightUpdater
 
@@ -26,7 +26,7 @@ class RPCCollector(DistributedCollector):
 
     ARGUMENTS = RPCArguments
 
-    @shows(RPCArguments)
+    @documents_arguments(RPCArguments)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RPCArguments]
     ) -> None:
