@@ -1,5 +1,6 @@
 """DistributedCollector over local nodes: the inline data, exact weights, named failures."""
 
+import functools
 import os
 import select
 import signal
@@ -286,6 +287,16 @@ def test_arguments_for_single_nodes():
         batch = collector.next()
         counts = batch["next", "truncated"].sum((1, 2)).tolist()
         assert counts == [4, 3]
+
+
+def test_arguments_for_a_nodes_collector_hold_also_where_they_are_defaults():
+    inner = functools.partial(Collector, set_truncated=True, reset_at_each_iter=True)
+    given = {"set_truncated": False, "progress": False}
+    with nodes(
+        rig.counting(0), collector_class=inner, collector_kwargs=given, per_node=4
+    ) as collector:
+        assert collector.get_distant_attr("set_truncated") == [False]
+        assert collector.get_distant_attr("reset_at_each_iter") == [True]
 
 
 @pytest.mark.parametrize(

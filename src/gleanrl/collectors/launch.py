@@ -172,27 +172,27 @@ class Launch:
                 replay_buffer=arguments["replay_buffer"] if self.fills else None,
                 learner_extends=arguments["replay_buffer"] is not None and not self.fills,
             )
-            rest = {name: value for name, value in given.items() if name not in names}
-            factories.append(self._factory(options, rest))
+            whole = self.whole or not names.issuperset(given)
+            factories.append(self._factory(options, given if whole else None))
         return factories
 
-    def _factory(self, options: SourceOptions, rest: Mapping[str, Any]) -> SourceFactory:
+    def _factory(self, options: SourceOptions, given: Mapping[str, Any] | None) -> SourceFactory:
         """Return the function that builds the source of one worker.
 
         Args:
             options: The settings of the worker.
-            rest: Arguments that need a whole collector in the worker.
+            given: Arguments of the whole collector in the worker, ``None`` if there is none.
         """
         if self.here:
             return SourceBuilder(options)
         factory: SourceFactory
         if isinstance(self.collector_class, EpisodesPlan):
             factory = self.collector_class.factory(options)
-        elif self.whole or rest:
+        elif given is not None:
             each = check_int(
                 "num_workers_per_collector", self._arguments["num_workers_per_collector"], least=1
             )
-            factory = nested_factory(self, options, rest, each)
+            factory = nested_factory(self, options, given, each)
         else:
             factory = partial(serve_worker, options)
         if self.sink is not None and self.fills:

@@ -48,21 +48,22 @@ def _serve_nested(
 
 
 def nested_factory(
-    launch: Launch, options: SourceOptions, rest: Mapping[str, Any], each: int
+    launch: Launch, options: SourceOptions, given: Mapping[str, Any], each: int
 ) -> SourceFactory:
     """Return the factory of one worker's collector, built from the same arguments.
 
     Args:
         launch: The launch of the outer collector.
         options: The settings of the worker.
-        rest: Further arguments of the collector in the worker.
+        given: Arguments that the user gave for this collector alone.
         each: The workers of that collector on a node, if it has any.
     """
     kind, random = launch.collector_class, launch.limits.init_random_frames
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
-    own = options.unusual()
-    init_fn = {"init_fn": own.pop("init_fn", None)}  # it runs where the environments are
+    own = options.unusual(given)
+    if not (launch.remote and launch.whole):  # else it is called where the environments are
+        own.pop("init_fn", None)
     if random:  # over all workers
         own["init_random_frames"] = -(-random // len(launch.functions))
     stopping = {"interruptor": launch.interruptor, "preemptive_threshold": launch.enough}
@@ -75,10 +76,9 @@ def nested_factory(
         "track_policy_version": options.track_policy_version,
         "frames_per_batch": options.frames_per_batch,
         "total_frames": -1,
-        **own,
-        **(init_fn if launch.remote and launch.whole else {}),
     }
-    kwargs = {name: value for name, value in kwargs.items() if value is not None} | dict(rest)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    kwargs |= {name: value for name, value in given.items() if name != "init_fn"} | own
     env = options.create_env_fn
     several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
     if launch.remote and (each > 1 or several):

@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, TypeAlias
@@ -213,11 +213,11 @@ class OwnOptions(GymOptions):
         """Return the part that a Gymnasium environment keeps."""
         return GymOptions(**{part.name: getattr(self, part.name) for part in fields(GymOptions)})
 
-    def unusual(self) -> dict[str, Any]:
-        """Return the arguments that differ from their defaults, by name."""
+    def unusual(self, given: Collection[str]) -> dict[str, Any]:
+        """Return the arguments that were ``given`` or differ from their defaults, by name."""
         usual = OwnOptions()
         found = {part.name: getattr(self, part.name) for part in fields(OwnOptions)}
-        return {name: value for name, value in found.items() if value != getattr(usual, name)}
+        return {n: value for n, value in found.items() if n in given or value != getattr(usual, n)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
