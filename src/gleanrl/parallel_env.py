@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
@@ -129,13 +129,9 @@ class Exchange:
             WorkerDied: a worker's process ended.
             CollectorTimeout: a worker took more than ``timeout`` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while late := [ticket.worker for ticket in self._underway if ticket.reply is None]:
-            left = None if deadline is None else deadline - time.monotonic()
-            if not self._dispatcher.wait(left) and left is not None and left <= 0:
-                raise self._dispatcher.give_up(
-                    late, f"workers {late} did not finish their step within {timeout} s"
-                )
+            self._dispatcher.receive_in_time(deadline, late, "finish their step")
         self._underway = []
 
 

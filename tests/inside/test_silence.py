@@ -22,7 +22,7 @@ from gleanrl.engine import dispatch
 @pytest.fixture
 def told(monkeypatch):
     """Have users told of silent workers after half a second; return what warnings say."""
-    monkeypatch.setattr(dispatch, "_NOTICE", 0.5)
+    monkeypatch.setattr(dispatch, "_NOTICE_S", 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         texts = queue.SimpleQueue()

@@ -110,7 +110,7 @@ class ScriptedBackend:
             raise death
         return what
 
-    def sound(self) -> bool:
+    def no_end_noticed(self) -> bool:
         """Return False: deaths are scripted."""
         return False
 

@@ -247,7 +247,7 @@ class Backend(Protocol):
     def receive(self, timeout: float | None) -> Reply:
         """Return the next reply of any worker, or raise `CollectorTimeout` / `WorkerDied`."""
 
-    def sound(self) -> bool:
+    def no_end_noticed(self) -> bool:
         """Whether no worker has ended, as far as that is known; ``False`` if `receive` must look.
 
         Reads nothing, and costs less than `receive` would.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.options import warn
 from gleanrl.core.protocols import Backend
@@ -16,7 +17,7 @@ from gleanrl.core.protocols import Backend
 if TYPE_CHECKING:
     from gleanrl.engine.replacing import Replacements
 
-_NOTICE = 60.0
+_NOTICE_S = 60.0
 """Seconds without a reply of a worker after which the user is warned of it."""
 _LOOKS = 12
 """How often replies are checked meanwhile."""
@@ -85,7 +86,7 @@ class Dispatcher:
         return list(self._lost.values())
 
     @property
-    def intact(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether collection can continue: no worker was lost, or losses are tolerated."""
         some = len(self._lost) < self.workers or bool(self.joining)
         return not self._lost or (self.tolerant and some)
@@ -113,7 +114,7 @@ class Dispatcher:
             raise
         return ticket
 
-    def pump(self, timeout: float | None) -> Ticket | None:
+    def receive_one(self, timeout: float | None) -> Ticket | None:
         """Receive one reply; return its ticket, or ``None`` if no caller waits for it any more.
 
         Raises:
@@ -125,7 +126,7 @@ class Dispatcher:
             reply = self._backend.receive(timeout)
         except WorkerDied as err:
             lost = self._lose(err.worker, err)
-            if self.intact and err.worker is not None:
+            if self.can_continue and err.worker is not None:
                 return None
             raise lost from None
         self.last_reply[reply.worker] = time.monotonic()
@@ -157,7 +158,7 @@ class Dispatcher:
             failure = self._welcome(reply)
         if failure is not None:
             self._lose(worker, _failed(worker, failure))
-        self.raise_lost()
+        self.raise_if_failed()
 
     def _welcome(self, reply: m.Ready) -> Exception | None:
         """Bring a replacement up to date; return the reason if that fails."""
@@ -176,33 +177,33 @@ class Dispatcher:
         warn(f"worker {worker} was replaced and takes part again")
         return None
 
-    def take_in(self) -> None:
-        """Receive the available replies, without waiting; note deaths for `raise_lost`."""
+    def receive_available(self) -> None:
+        """Receive the available replies, without waiting; note deaths for `raise_if_failed`."""
         while True:
             try:
-                self.pump(0.0)
+                self.receive_one(0.0)
             except CollectorTimeout:
                 return
             except WorkerDied as err:
                 if err.worker is None:
                     raise
 
-    def check(self) -> None:
+    def receive_and_check(self) -> None:
         """Receive the available replies, without waiting.
 
         Raises:
             WorkerDied: a worker's process ended.
         """
-        self.raise_lost()
-        self.take_in()
-        self.raise_lost()
+        self.raise_if_failed()
+        self.receive_available()
+        self.raise_if_failed()
 
-    def raise_lost(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error of the first lost worker, if collection cannot continue."""
-        if not self.intact:
+        if not self.can_continue:
             raise self.lost[0]
 
-    def settle(self, ticket: Ticket, timeout: float | None) -> Any:
+    def wait_for_reply(self, ticket: Ticket, timeout: float | None) -> Any:
         """Wait for a control command's reply and return its value.
 
         Time counts once the worker has turned to it: rollouts it may be in the middle of are not
@@ -212,22 +213,20 @@ class Dispatcher:
             Exception: what the worker's code raised.
             CollectorTimeout: no reply within ``timeout`` seconds.
         """
+        worker, task = ticket.worker, f"answer {type(ticket.command).__name__}"
         while ticket.reply is None:
             if ticket.lost is not None:
                 raise ticket.lost
-            left = self._left(ticket, timeout)
-            if not self.wait(left) and left is not None and ticket.reply is None:
-                worker, asked = ticket.worker, type(ticket.command).__name__
-                raise self.give_up(
-                    [worker], f"worker {worker} did not answer {asked} within {timeout} s"
-                )
+            busy = worker not in self._occupied and self._may_collect(worker)
+            since = max(ticket.posted, self.last_reply[worker])
+            self.receive_in_time(Deadline(None if busy else timeout, since), [worker], task)
         if isinstance(ticket.reply, m.Failed):
             raise ticket.reply.error
         if isinstance(ticket.reply, m.Done):
             return ticket.reply.value
-        raise GleanError(f"worker {ticket.worker} answered {ticket.command} with {ticket.reply!r}")
+        raise GleanError(f"worker {worker} answered {ticket.command} with {ticket.reply!r}")
 
-    def carry_out(
+    def run_on_workers(
         self, commands: Mapping[int, m.Command], timeout: float | None
     ) -> tuple[dict[int, Ticket], dict[int, Any], list[Exception]]:
         """Carry out one command per worker; return tickets and values by worker, and the errors.
@@ -243,26 +242,20 @@ class Dispatcher:
             try:
                 tickets[worker] = self.post(worker, command)
             except (WorkerDied, CollectorTimeout) as err:
-                if not self.intact:
+                if not self.can_continue:
                     raise
                 _let_frames_go(err)
         values: dict[int, Any] = {}
         errors: list[Exception] = []
         for worker, ticket in tickets.items():
             try:
-                values[worker] = self.settle(ticket, timeout)
+                values[worker] = self.wait_for_reply(ticket, timeout)
             except Exception as err:
-                if ticket.lost is None or not self.intact:
+                if ticket.lost is None or not self.can_continue:
                     errors.append(err)
                 else:
                     _let_frames_go(err)
         return tickets, values, errors
-
-    def _left(self, ticket: Ticket, timeout: float | None) -> float | None:
-        worker = ticket.worker
-        if timeout is None or (worker not in self._occupied and self._may_collect(worker)):
-            return None
-        return max(ticket.posted, self.last_reply[worker]) + timeout - time.monotonic()
 
     def _may_collect(self, worker: int) -> bool:
         return any(
@@ -270,22 +263,29 @@ class Dispatcher:
             for other in self._open.values()
         )
 
-    def wait(self, timeout: float | None) -> bool:
-        """Wait for one reply like `pump`; return ``False`` at the deadline.
+    def receive_in_time(self, deadline: Deadline, late: list[int], task: str) -> None:
+        """Wait for one reply like `receive_one`; at the deadline, give up the ``late`` workers.
 
-        Without a deadline, the user is warned now and then of the workers that are waited for, and
-        ``False`` is returned now and then.
+        Without a deadline, the wait ends now and then without a reply, and the user is warned of
+        silent workers.
+
+        Raises:
+            CollectorTimeout: ``late`` workers did not do their ``task`` in time, and collection
+                cannot continue without them.
         """
-        if timeout is not None and timeout < 0:
-            return False
-        try:
-            self.pump(_NOTICE / _LOOKS if timeout is None else timeout)
-            replied = True
-        except CollectorTimeout:
-            replied = False
-        if timeout is None:
+        waits = deadline.seconds is None
+        left = _NOTICE_S / _LOOKS if waits else deadline.left
+        if left:
+            try:
+                self.receive_one(left)
+            except CollectorTimeout:
+                left = 0.0
+        if waits:
             self.warn_silent()
-        return replied
+        elif not left:
+            error = self.give_up(late, task, deadline)
+            if not self.can_continue:
+                raise error
 
     def warn_silent(self) -> None:
         """Warn of workers that owe a reply for a minute, even if other workers have replied.
@@ -296,16 +296,16 @@ class Dispatcher:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _NOTICE / _LOOKS
+        self._next_look = now + _NOTICE_S / _LOOKS
         if self._silent(now):
-            self.take_in()  # their replies may have come while the learner was busy
-            self.raise_lost()
+            self.receive_available()  # their replies may have come while the learner was busy
+            self.raise_if_failed()
         silent = self._silent(now)
         if silent:
             self._warned.update(dict.fromkeys(silent, now))
             warn(
                 f"still waiting for workers {silent}, which live but have not replied for "
-                f"{_NOTICE:.0f} s; timeout= bounds how long a rollout may take"
+                f"{_NOTICE_S:.0f} s; timeout= bounds how long a rollout may take"
             )
 
     def _silent(self, now: float) -> list[int]:
@@ -316,7 +316,8 @@ class Dispatcher:
         return sorted(
             worker
             for worker, posted in since.items()
-            if now - max(posted, self.last_reply[worker], self._warned.get(worker, 0.0)) >= _NOTICE
+            if now - max(posted, self.last_reply[worker], self._warned.get(worker, 0.0))
+            >= _NOTICE_S
         )
 
     def forget(self, ticket: Ticket) -> None:
@@ -329,9 +330,9 @@ class Dispatcher:
         if worker is not None and self._lost.pop(worker, None) is not None:
             self.losses.pop()
 
-    def give_up(self, workers: list[int], why: str) -> CollectorTimeout:
-        """Count ``workers`` as lost, so that they get no further commands; return the error."""
-        error = CollectorTimeout(why)
+    def give_up(self, workers: list[int], task: str, deadline: Deadline) -> CollectorTimeout:
+        """Count ``workers``, which did not do their ``task``, as lost; return the error."""
+        error = CollectorTimeout(f"workers {workers} did not {task} within {deadline.seconds} s")
         for worker in workers:
             self._lose(worker, error)
         return error
@@ -351,7 +352,7 @@ class Dispatcher:
                 ticket.lost = error
                 self.forget(ticket)
             more = self.replacing.replace(worker) if new and self.replacing is not None else ""
-            if new and self.intact:
+            if new and self.can_continue:
                 _let_frames_go(error)
                 warn(f"collection continues without it{more}: {error}")
         return error

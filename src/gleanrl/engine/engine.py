@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import FrameBudget
@@ -107,22 +107,21 @@ class Engine:
 
     def _await_ready(self, timeout: float) -> list[Layout | None]:
         layouts: dict[int, Layout | None] = {}
+        deadline = Deadline(timeout)
         try:
-            self._hear_ready(layouts, time.monotonic() + timeout)
+            self._hear_ready(layouts, deadline)
         except BaseException as err:
             # A worker that is still building cannot be asked to end.
             missing = sorted(set(range(self.workers)) - set(layouts))
-            late = self.dispatcher.give_up(
-                missing, f"workers {missing} did not build their environments in {timeout} s"
-            )
+            late = self.dispatcher.give_up(missing, "build their environments", deadline)
             if type(err) is CollectorTimeout:
                 raise late from None
             raise
         return [layouts[worker] for worker in range(self.workers)]
 
-    def _hear_ready(self, layouts: dict[int, Layout | None], deadline: float) -> None:
+    def _hear_ready(self, layouts: dict[int, Layout | None], deadline: Deadline) -> None:
         while len(layouts) < self.workers:
-            reply = self.backend.receive(max(0.0, deadline - time.monotonic()))
+            reply = self.backend.receive(deadline.left)
             if isinstance(reply, m.Failed):
                 raise reply.error
             if isinstance(reply, m.Ready):
@@ -335,7 +334,7 @@ class Engine:
             reading = all(isinstance(c, m.GetState | m.Get) for c in commands.values())
             if not (self.closed and reading):
                 self._check_usable()
-            tickets, values, errors = self.dispatcher.carry_out(commands, timeout)
+            tickets, values, errors = self.dispatcher.run_on_workers(commands, timeout)
             if discard is not None:
                 answered = {w: t.arrived for w, t in tickets.items() if t.lost is None}
                 since = {worker: answered.get(worker, sys.maxsize) for worker in commands}
@@ -365,7 +364,7 @@ class Engine:
         """
         with self._alone():
             self._check_usable()
-            self.dispatcher.check()
+            self.dispatcher.receive_and_check()
 
     def check_alive(self) -> None:
         """Raise the error of a worker that has ended; receive nothing while none has ended.
@@ -375,7 +374,7 @@ class Engine:
             WorkerDied: a worker's process ended.
         """
         self._check_usable()
-        if not (self.dispatcher.intact and self.backend.sound()):
+        if not (self.dispatcher.can_continue and self.backend.no_end_noticed()):
             self.check()
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
@@ -434,7 +433,7 @@ class Engine:
     def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
         self._close_next = None
         errors: list[BaseException] = []
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self.dispatcher.replacing = None
         self.dispatcher.joining.clear()
         # A worker that ends while others are waited for is none that collection continues without.
@@ -446,10 +445,8 @@ class Engine:
             except Exception as err:
                 errors.append(err)
         while late := [w for w in self.dispatcher.alive if self._unanswered(tickets, w)]:
-            left = deadline - time.monotonic()
             try:
-                if not self.dispatcher.wait(left) and left <= 0:
-                    errors.append(self.dispatcher.give_up(late, f"workers {late} did not end"))
+                self.dispatcher.receive_in_time(deadline, late, "end")
             except WorkerDied as err:
                 if self._unanswered(tickets, err.worker):
                     errors.append(err)
@@ -459,7 +456,7 @@ class Engine:
                 errors.append(err)
         errors += [t.reply.error for t in tickets.values() if isinstance(t.reply, m.Failed)]
         self.closed = True
-        self.backend.stop(max(0.5, deadline - time.monotonic()))
+        self.backend.stop(max(0.5, deadline.left))
         if tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]
         if errors and raise_on_error:

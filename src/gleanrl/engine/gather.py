@@ -12,14 +12,16 @@ from typing import TypeAlias
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import Stop
 from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.dispatch import Dispatcher, Ticket
 
-_GRACE_S = 1.0
+_EXIT_GRACE_S = 2.0
 """Seconds for the other workers to end their rollouts, before the error of one is raised."""
+_TASK = "deliver their rollout"
 _DEPTH = 2
 """Rollouts an asynchronous worker has ahead of it, so that it never waits for the learner."""
 
@@ -87,11 +89,6 @@ class Gather(abc.ABC):
         """Bytes of batch memory reserved."""
         return sum(slots.nbytes for slots in self._slots)
 
-    def _give_up(self, late: list[int], timeout: float | None) -> CollectorTimeout:
-        return self._dispatcher.give_up(
-            late, f"workers {late} did not deliver their rollout within {timeout} s"
-        )
-
 
 @dataclass(slots=True)
 class _Round:
@@ -100,20 +97,15 @@ class _Round:
     slot: int
     windows: Sequence[m.WindowRef]
     """The windows of the workers."""
-    timeout: float | None
     random: bool
     """Whether the rollouts use random actions."""
-    deadline: float | None = None
+    deadline: Deadline
     tickets: list[Ticket] = field(default_factory=list)
     """Of the workers that can still reply."""
     errors: list[BaseException] = field(default_factory=list)
     """The errors of lost workers."""
     asked: int = 0
     """The number of workers with a request, or without one because they are lost."""
-
-    def renew(self) -> None:
-        """Count time from now on."""
-        self.deadline = None if self.timeout is None else time.monotonic() + self.timeout
 
     @property
     def late(self) -> list[int]:
@@ -171,7 +163,7 @@ class SyncGather(Gather):
         try:
             self._ask(begun)
             self._use_time(begun)
-            reports = self._finish(begun, timeout)
+            reports = self._finish(begun)
         except BaseException:
             self._begun = None
             budget.cancel(sum(self._frames))
@@ -183,10 +175,10 @@ class SyncGather(Gather):
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Take a slot for the rollouts of all workers."""
-        self._let_run()
+        self._update_stop()
         slot = self._slots[0].acquire()
-        self._begun = begun = _Round(slot, self._slots[0].windows(slot), timeout, budget.random)
-        begun.renew()
+        windows = self._slots[0].windows(slot)
+        self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
         return begun
 
@@ -221,58 +213,45 @@ class SyncGather(Gather):
                 else:
                     budget.deliver(0, report.frames)
 
-    def _finish(self, begun: _Round, timeout: float | None) -> list[m.Report]:
-        """Wait for all replies.
+    def _finish(self, begun: _Round) -> list[m.Report]:
+        """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
 
-        After a failure the rollouts of the others are stopped. The error is raised when they have
-        ended, or after some seconds.
+        Raises:
+            Exception: the first failure.
         """
-        hurried, dispatcher = False, self._dispatcher
-        if not (begun.errors or dispatcher.intact):  # noticed by a call in between
-            self._lose(begun, dispatcher.lost[0])
+        dispatcher = self._dispatcher
+        stopping = False
+        if not (begun.errors or dispatcher.can_continue):  # noticed by a call in between
+            self._fail(begun, dispatcher.lost[0])
         while late := begun.late:
-            if not hurried and (failures := begun.failures):
-                begun.errors = failures  # what went wrong first is what is raised
-                begun.deadline = time.monotonic() + _GRACE_S
-                hurried = True
-                self._hurry(True)
+            if not stopping and (failures := begun.failures):
+                begun.errors, begun.deadline = failures, Deadline(_EXIT_GRACE_S)
+                stopping = True
+                self._set_stop(True)
             try:
-                expired = self._wait(begun)
+                dispatcher.receive_in_time(begun.deadline, late, _TASK)
             except Exception as err:  # also that of a command which was sent before
-                self._lose(begun, err)
-                expired = False
-            if expired:
-                if hurried:
-                    raise begun.errors[0]
-                self._lose(begun, self._give_up(late, timeout))
-            if not hurried:
-                self._let_run(begun)
-        if hurried:
-            self._hurry(False)
-        else:
-            self._let_run()
+                self._fail(begun, err)
+            if not stopping:
+                self._update_stop(begun)
         for error in begun.failures:
             raise error
+        self._update_stop()
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
 
-    def _wait(self, begun: _Round) -> bool:
-        """Wait for a reply; tell whether the round's deadline has passed without one."""
-        left = None if begun.deadline is None else begun.deadline - time.monotonic()
-        return not self._dispatcher.wait(left) and left is not None
-
-    def _lose(self, begun: _Round, error: BaseException) -> None:
+    def _fail(self, begun: _Round, error: BaseException) -> None:
         begun.errors.append(error)
         begun.tickets = [t for t in begun.tickets if self._dispatcher.has(t.worker)]
 
-    def _hurry(self, stop: bool) -> None:
+    def _set_stop(self, stop: bool) -> None:
         wanted: bool | None = None
         while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
             self._stop[0] = wanted = now
 
-    def _let_run(self, begun: _Round | None = None) -> None:
+    def _update_stop(self, begun: _Round | None = None) -> None:
         """Let rollouts run to their end, unless enough workers have finished."""
         if self._enough is not None:
-            self._hurry((0 if begun is None else begun.finished) >= self._enough)
+            self._set_stop((0 if begun is None else begun.finished) >= self._enough)
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
@@ -283,12 +262,11 @@ class SyncGather(Gather):
         begun = self._begun
         assert begun is not None
         self._ask(begun)
-        self._dispatcher.check()
+        self._dispatcher.receive_and_check()
         if timeout is None:
             self._dispatcher.warn_silent()
-        self._let_run(begun)
-        expired = begun.deadline is not None and time.monotonic() > begun.deadline
-        return bool(expired or begun.errors or not begun.late)
+        self._update_stop(begun)
+        return bool(begun.deadline.expired or begun.errors or not begun.late)
 
     @property
     def idle(self) -> bool:
@@ -312,8 +290,8 @@ class SyncGather(Gather):
         if not stale:
             return 0
         begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
-        self._let_run(begun)
-        begun.renew()
+        self._update_stop(begun)
+        begun.deadline = Deadline(begun.deadline.seconds)
         for ticket in stale:
             self._ask_for(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
@@ -340,15 +318,15 @@ class AsyncGather(Gather):
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy."""
-        if feed and self._dispatcher.intact:
+        if feed and self._dispatcher.can_continue:
             self._feed_all(budget)
             self._begin_one(budget)
         self.meanwhile()
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:
-            self._dispatcher.raise_lost()
-            self._let_go(budget)
+            self._dispatcher.raise_if_failed()
+            self._drop_lost(budget)
             if feed and self.idle:  # the workers that had been asked were lost
                 self._feed_all(budget)
                 self._begin_one(budget)
@@ -363,20 +341,20 @@ class AsyncGather(Gather):
         report = first.reply.report
         budget.deliver(asked, report.frames)
         batch = slots.hand_over(slot, [report])
-        if feed and self._dispatcher.intact:  # else: only what was begun is delivered
+        if feed and self._dispatcher.can_continue:  # else: only what was begun is delivered
             self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        if feed and self._dispatcher.intact:
+        if feed and self._dispatcher.can_continue:
             self._feed_all(budget)
         if timeout is None:
             self._dispatcher.warn_silent()
         if timeout is not None or self._first() is None:
             self._catch_up(timeout)
         if self._first() is None:
-            self._dispatcher.raise_lost()
-            self._let_go(budget)
+            self._dispatcher.raise_if_failed()
+            self._drop_lost(budget)
             return False
         return True
 
@@ -401,7 +379,7 @@ class AsyncGather(Gather):
             self._begin(worker, budget)
 
     def _feed_all(self, budget: Budget) -> None:
-        self._let_go(budget)
+        self._drop_lost(budget)
         for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
             for worker in range(len(self._slots)):
                 self._feed(worker, budget, depth)
@@ -428,7 +406,7 @@ class AsyncGather(Gather):
         self._queues[worker].append((ticket, slots, slot))
         return True
 
-    def _let_go(self, budget: Budget) -> None:
+    def _drop_lost(self, budget: Budget) -> None:
         """Expect no rollouts of lost workers; others may make them."""
         for worker, queue in enumerate(self._queues):
             while queue and queue[0][0].lost is not None:
@@ -439,34 +417,31 @@ class AsyncGather(Gather):
         return [queue[0][0] for queue in self._queues if queue]
 
     def _first(self) -> Ticket | None:
-        arrived = [ticket for ticket in self._heads() if ticket.reply is not None]
-        return min(arrived, key=lambda ticket: ticket.arrived, default=None)
+        first = None
+        for queue in self._queues:
+            if queue and (ticket := queue[0][0]).reply is not None:
+                first = ticket if first is None or ticket.arrived < first.arrived else first
+        return first
 
     def _wait(self, timeout: float | None) -> None:
         """Wait for a reply. Errors are raised after the delivery of all arrived rollouts."""
+        late = [ticket.worker for ticket in self._heads()]
         try:
-            replied = self._dispatcher.wait(timeout)
-        except WorkerDied as err:
-            if err.worker is None:
+            self._dispatcher.receive_in_time(Deadline(timeout), late, _TASK)
+        except (WorkerDied, CollectorTimeout):
+            if self._dispatcher.can_continue:
                 raise
-            self._dispatcher.take_in()
-            return
-        if not replied and timeout is not None:
-            self._lose([ticket.worker for ticket in self._heads()], timeout)
+            self._dispatcher.receive_available()
 
     def _catch_up(self, timeout: float | None) -> None:
         """Receive replies that came while the learner was busy, and note late workers."""
-        self._dispatcher.take_in()
+        self._dispatcher.receive_available()
         if timeout is not None:
-            now, last = time.monotonic(), self._dispatcher.last_reply
-            waiting = [ticket for ticket in self._heads() if ticket.reply is None]
-            late = [t.worker for t in waiting if now - max(t.posted, last[t.worker]) >= timeout]
-            self._lose(late, timeout)
-
-    def _lose(self, late: list[int], timeout: float) -> None:
-        late = [worker for worker in late if self._dispatcher.has(worker)]
-        if late:
-            self._give_up(late, timeout)
+            last, since = self._dispatcher.last_reply, time.monotonic() - timeout
+            due = [t for t in self._heads() if t.reply is None and t.lost is None]
+            late = [t.worker for t in due if max(t.posted, last[t.worker]) <= since]
+            if late:
+                self._dispatcher.give_up(late, _TASK, Deadline(timeout))
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         frames = 0

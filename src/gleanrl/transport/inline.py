@@ -78,7 +78,7 @@ class InlineBackend:
         if self._apart:  # else there is one worker, and nobody knows of it
             name_worker(error, worker)
 
-    def sound(self) -> bool:
+    def no_end_noticed(self) -> bool:
         return True
 
     def wait(self, timeout: float) -> None:

@@ -51,7 +51,7 @@ from gleanrl.transport.wire import (
 from gleanrl.transport.worker_loop import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
-_GRACE = 1.0
+_EXIT_GRACE_S = 1.0
 """Seconds within which a node that was told to end has to be gone."""
 _NAPS = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
@@ -431,7 +431,7 @@ class NetworkBackend(RemoteBackend[Node]):
         if self._replaces:
             self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
         else:
-            self._admitter.stop(_GRACE)
+            self._admitter.stop(_EXIT_GRACE_S)
             self._listener.close()
 
     def boot(self, index: int, life: int) -> Boot:
@@ -605,7 +605,7 @@ class NetworkBackend(RemoteBackend[Node]):
         mine = self._owner == os.getpid()
         try:
             if mine:
-                self._admitter.stop(min(timeout, _GRACE))
+                self._admitter.stop(min(timeout, _EXIT_GRACE_S))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
 
@@ -618,7 +618,7 @@ class NetworkBackend(RemoteBackend[Node]):
         for node in nodes:
             node.close(drop=mine)
         self._listener.close()
-        self.launcher.stop(min(timeout, _GRACE))
+        self.launcher.stop(min(timeout, _EXIT_GRACE_S))
         self._channels.poller.close()
 
 

@@ -179,7 +179,7 @@ class NodeConnection:
         self.inbox.put(ticket, command)
 
 
-_GRACE = 5.0
+_EXIT_GRACE_S = 5.0
 """Seconds an environment gets to end its step and to close."""
 
 
@@ -227,7 +227,7 @@ def _leaving_on(
             if got not in signals:
                 continue
             number = signal.Signals(got)
-            end = threading.Timer(_GRACE, os._exit, [128 + number])
+            end = threading.Timer(_EXIT_GRACE_S, os._exit, [128 + number])
             end.daemon = True
             end.start()
             came.append(number)

@@ -133,7 +133,7 @@ class RemoteBackend(ABC, Generic[P]):
         error.worker = peer.index
         return error
 
-    def sound(self) -> bool:
+    def no_end_noticed(self) -> bool:
         """Return False: only `receive` can tell."""
         return False
 

@@ -25,7 +25,7 @@ from gleanrl.transport.worker_loop import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
-_GRACE = 0.5
+_EXIT_GRACE_S = 0.5
 """Seconds within which a worker that was told to end has to be gone."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
@@ -143,7 +143,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
     def wait(self, timeout: float) -> None:
         self._channels.wait(timeout)
 
-    def sound(self) -> bool:
+    def no_end_noticed(self) -> bool:
         return not self._ends.poll(0)
 
     def _exit_reason(self, peer: ChannelPeer, reason: str) -> str:
@@ -164,7 +164,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
             process.channel.close()
         # In a forked child of the learner they are somebody else's workers.
         if self._owner == os.getpid():
-            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _GRACE))
+            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _EXIT_GRACE_S))
         self._channels.poller.close()
         self.memory.close()
         self._control.close()
