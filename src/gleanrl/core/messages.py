@@ -163,6 +163,8 @@ class Close:
     """Close environments and end."""
 
 
+NoWeights: TypeAlias = Bind | Load | Close
+"""Commands before which a worker does not look for newer weights."""
 Command: TypeAlias = (
     Collect | Load | Bind | Place | Seed | Reset | GetState | SetState | Call | Get | Close
 )

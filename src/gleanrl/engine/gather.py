@@ -104,8 +104,6 @@ class _Round:
     """Of the workers that can still reply."""
     errors: list[BaseException] = field(default_factory=list)
     """The errors of lost workers."""
-    asked: int = 0
-    """The number of workers with a request, or without one because they are lost."""
 
     @property
     def late(self) -> list[int]:
@@ -159,34 +157,30 @@ class SyncGather(Gather):
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Let every worker fill its part of a slot. An error ends collection."""
-        begun = self._begun or self._begin(budget, timeout)
         try:
-            self._ask(begun)
+            begun = self._begun or self._begin(budget, timeout)
             self._use_time(begun)
             reports = self._finish(begun)
         except BaseException:
+            if self._begun is not None:
+                budget.cancel(sum(self._frames))
+                self._count_dropped(self._begun, budget)
             self._begun = None
-            budget.cancel(sum(self._frames))
-            self._count_dropped(begun, budget)
             raise
         self._begun = None
         budget.deliver(sum(self._frames), sum(report.frames for report in reports))
         return self._slots[0].hand_over(begun.slot, reports), dict(enumerate(reports))
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
-        """Take a slot for the rollouts of all workers."""
+        """Request the rollouts of all workers, in one slot."""
         self._update_stop()
         slot = self._slots[0].acquire()
         windows = self._slots[0].windows(slot)
         self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
-        return begun
-
-    def _ask(self, begun: _Round) -> None:
-        """Request the part of the slot of each worker without a request."""
-        for worker in range(begun.asked, len(begun.windows)):
+        for worker in range(len(windows)):
             self._ask_for(begun, worker)
-            begun.asked = worker + 1
+        return begun
 
     def _ask_for(self, begun: _Round, worker: int) -> None:
         command = m.Collect(begun.windows[worker], begun.random)
@@ -261,7 +255,6 @@ class SyncGather(Gather):
             self._begin(budget, timeout)
         begun = self._begun
         assert begun is not None
-        self._ask(begun)
         self._dispatcher.receive_and_check()
         if timeout is None:
             self._dispatcher.warn_silent()

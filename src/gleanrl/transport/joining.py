@@ -20,11 +20,11 @@ from gleanrl.core.options import warn
 from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit
 from gleanrl.transport.launchers import Launcher
 
-LOOK = 0.2
+LOOK_S = 0.2
 """Seconds between two looks at what became of nodes that have not joined yet."""
-_INTRODUCTION = 2.0
+_INTRODUCTION_S = 2.0
 """Seconds a stranger on the port may take to show that it is a node."""
-_NAP = 0.05
+_NAP_S = 0.05
 """Seconds in which others may give descriptors back."""
 _MOST = 128
 """Strangers that are listened to at a time; others wait until one of them was let in or left."""
@@ -220,7 +220,7 @@ class NodeAdmitter(Generic[N]):
             if time.monotonic() >= self._next_look:
                 for index, each in wanted:
                     self._look_after(index, each)
-                self._next_look = time.monotonic() + LOOK
+                self._next_look = time.monotonic() + LOOK_S
             try:
                 self._accept(knocks)
             except Exception as err:  # nobody can be let in any more: no thread, no descriptor
@@ -255,15 +255,15 @@ class NodeAdmitter(Generic[N]):
     def _accept(self, knocks: select.poll) -> None:
         """Accept a connection, if one comes soon and there is room for it."""
         if len(self._strangers) >= _MOST:
-            time.sleep(_NAP)
+            time.sleep(_NAP_S)
             return
-        if not knocks.poll(1000 * LOOK) or self._closing:
+        if not knocks.poll(1000 * LOOK_S) or self._closing:
             return
         try:
             sock, _ = self._listener.accept()
         except OSError as err:
             if err.errno in (errno.EMFILE, errno.ENFILE):  # others may give descriptors back
-                time.sleep(_NAP)
+                time.sleep(_NAP_S)
             return
         self._strangers.add(sock)
         try:
@@ -277,7 +277,7 @@ class NodeAdmitter(Generic[N]):
 
     def _hear(self, sock: socket.socket) -> None:
         try:
-            guest = admit(sock, self._secret, self._heartbeat, Deadline(_INTRODUCTION))
+            guest = admit(sock, self._secret, self._heartbeat, Deadline(_INTRODUCTION_S))
         except HandshakeError:
             sock.close()
             return

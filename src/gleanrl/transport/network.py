@@ -31,7 +31,7 @@ from gleanrl.transport.data_plane import (
 )
 from gleanrl.transport.handshake import Guest, keep_alive, new_secret
 from gleanrl.transport.interrupts import Deferred, interruptible
-from gleanrl.transport.joining import LOOK, NodeAdmitter, listen
+from gleanrl.transport.joining import LOOK_S, NodeAdmitter, listen
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
 from gleanrl.transport.pickling import pickled_each
@@ -53,11 +53,11 @@ from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
 _EXIT_GRACE_S = 1.0
 """Seconds within which a node that was told to end has to be gone."""
-_NAPS = 50e-6, 1e-3
+_NAPS_S = 50e-6, 1e-3
 """Seconds between two looks at whether an announced rollout is here: at first, in the end."""
-_NEWS = 2.0
+_NEWS_S = 2.0
 """Seconds within which a launcher has heard how a process ended that is gone."""
-_IN_FLIGHT = 1.0
+_IN_FLIGHT_S = 1.0
 """Seconds that what a node had sent may take to arrive once its connection has ended."""
 
 
@@ -231,9 +231,9 @@ class Node(ChannelPeer):
         """Whether what it sent before its connection ended may still be on its way."""
         now = time.monotonic()
         self._ended = self._ended or now
-        return bool(self.announced) and now - self._ended < _IN_FLIGHT
+        return bool(self.announced) and now - self._ended < _IN_FLIGHT_S
 
-    def exit_reason(self, reason: str, timeout: float = _NEWS) -> str:
+    def exit_reason(self, reason: str, timeout: float = _NEWS_S) -> str:
         """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
         return self.leaving or self._backend.launcher.exit_reason(self.index, timeout) or reason
 
@@ -389,7 +389,7 @@ class NetworkBackend(RemoteBackend[Node]):
         self._publisher: FlatWeightPublisher | None = None
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
-        self._nap = _NAPS[0]
+        self._nap = _NAPS_S[0]
         self._listener = listen(host or launcher.address(), ports)
         host, port = self._listener.getsockname()[:2]
         self.address = str(host), int(port)
@@ -424,7 +424,7 @@ class NetworkBackend(RemoteBackend[Node]):
                     f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
                 )
             self._look()
-            node = self._next_joined(min(deadline.left, LOOK))
+            node = self._next_joined(min(deadline.left, LOOK_S))
             if node is not None:
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
@@ -482,7 +482,7 @@ class NetworkBackend(RemoteBackend[Node]):
         if peer.gone:
             raise self._died(peer, "is gone")
         publisher = self._publisher
-        if publisher is not None and not isinstance(command, m.Load | m.Bind | m.Close):
+        if publisher is not None and not isinstance(command, m.NoWeights):
             publisher.catch_up(peer)
         peer.post(ticket, command)
         if publisher is not None and isinstance(command, m.Bind):
@@ -492,7 +492,7 @@ class NetworkBackend(RemoteBackend[Node]):
     def wait(self, timeout: float) -> None:
         # Nothing tells when a rollout that was announced has landed.
         landing = any(node.announced for node in self._channels.peers())
-        self._channels.wait(_NAPS[1] if landing else timeout)
+        self._channels.wait(_NAPS_S[1] if landing else timeout)
 
     def _send_stop(self, value: int) -> None:
         for node in self._peers:
@@ -503,13 +503,13 @@ class NetworkBackend(RemoteBackend[Node]):
         waiting = [node for node in self._channels.peers() if node.announced]
         if waiting and timeout:  # announced but not here, and nobody tells when it is
             interruptible(time.sleep, min(self._nap, timeout))
-            self._nap, timeout = min(2 * self._nap, _NAPS[1]), 0.0
+            self._nap, timeout = min(2 * self._nap, _NAPS_S[1]), 0.0
         for fd, events in interruptible(self._channels.poller.poll, timeout):
             self._turn_to(fd, events)
         for node in self._channels.peers():
             self._deliver(node)
         if self._arrived:
-            self._nap = _NAPS[0]
+            self._nap = _NAPS_S[0]
             return None
         silent_in = self._next_silence(time.monotonic())
         if any(node.announced for node in self._channels.peers()):
@@ -584,7 +584,7 @@ class NetworkBackend(RemoteBackend[Node]):
         silent = time.monotonic() - peer.heard >= self.timeout_s
         if not peer.gone:
             peer.listen()
-        wait = 0.0 if silent or peer.gone else _NEWS
+        wait = 0.0 if silent or peer.gone else _NEWS_S
         return f"on node {peer.address} {interruptible(peer.exit_reason, reason, wait)}"
 
     def _drop(self, peer: Node) -> None:

@@ -37,7 +37,7 @@ from gleanrl.transport.wire import (
 from gleanrl.transport.worker_loop import Asked, Boot, Inbox, WeightReceiver, serve
 from gleanrl.weights.buffers import FlatBuffer
 
-_LAST = 5.0
+_LAST_WORD_S = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""
 
 
@@ -118,7 +118,7 @@ class NodeConnection:
             self._read()
         except (EOFError, OSError) as err:
             # A learner goes away as soon as it has the answer to its last command.
-            expected = self.leaving or (self._closing and self._over.wait(_LAST))
+            expected = self.leaving or (self._closing and self._over.wait(_LAST_WORD_S))
             if not expected and not self._over.is_set():
                 self._abort(
                     str(err) if isinstance(err, ForgedFrameError) else "the learner is gone"
@@ -131,7 +131,7 @@ class NodeConnection:
 
     def _tell_problem(self, problem: str) -> None:
         """Tell the learner why this node ends, if that can be done without waiting for it."""
-        if self._sending.acquire(timeout=_LAST):
+        if self._sending.acquire(timeout=_LAST_WORD_S):
             with contextlib.suppress(Exception):
                 self._channel.post(LEAVE + problem.encode())
 

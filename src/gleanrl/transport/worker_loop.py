@@ -77,7 +77,7 @@ class Worker:
         began = monotonic()
         self._waited += began - self._idle_since
         try:
-            if not isinstance(command, m.Bind | m.Load | m.Close):
+            if not isinstance(command, m.NoWeights):
                 self._refresh()  # whoever asks for the state gets what was published before
             if isinstance(command, m.Collect):
                 report = self._collect(command)

@@ -85,7 +85,7 @@ class ManualLauncher:
 
 _TIMEOUT_S = 60.0
 """Seconds the store may take to answer."""
-_LOOK = 0.05
+_LOOK_S = 0.05
 """Seconds between two looks into it."""
 
 
@@ -196,7 +196,7 @@ class TorchrunLauncher:
             while not store.check([key]):
                 if deadline.expired:
                     return None
-                time.sleep(_LOOK)
+                time.sleep(_LOOK_S)
         except RuntimeError:  # there is no store any more
             return None
         return f"(rank {node + 1}) {store.get(key).decode()}"

@@ -45,9 +45,9 @@ JOB_DEFAULTS: Mapping[str, Any] = {
 }
 """What jobs get unless told otherwise. A node that Slurm starts anew finds no learner, so it is not
 asked to; partition, processors and memory are the cluster's own defaults."""
-_FEW, _OFTEN = 3.0, 0.2
+_CLUSTER_LOOK_S, _LOCAL_LOOK_S = 3.0, 0.2
 """Seconds between two looks at jobs: of a scheduler, which has better to do; of this machine."""
-_LAST_JOBS = 7.0
+_JOBS_END_S = 7.0
 """Seconds after which what was told to end on this machine has: it ends itself before."""
 _LARGEST_ARRAY = 1000
 _SUBMITTING = "submitting jobs (launcher='mp' runs nodes on this machine without)"
@@ -158,7 +158,7 @@ class Jobs:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + (_OFTEN if self.here else _FEW)
+        self._next_look = now + (_LOCAL_LOOK_S if self.here else _CLUSTER_LOOK_S)
         asked = False
         for index, job in enumerate(self._jobs):
             if index in self._ended:
@@ -212,7 +212,7 @@ class Jobs:
                 with contextlib.suppress(Exception):  # not found, or ended meanwhile
                     job.cancel(check=False)
         if self.here:
-            self._wait_for_end(_LAST_JOBS)
+            self._wait_for_end(_JOBS_END_S)
         for job in self._jobs:
             with contextlib.suppress(OSError):
                 job.paths.submitted_pickle.unlink(missing_ok=True)
@@ -277,7 +277,7 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[-_LONGEST_TAIL:]
 
 
-_LAST = 5.0
+_LAST_WORD_S = 5.0
 """Seconds the interpreter gets to take itself apart."""
 
 
@@ -335,15 +335,15 @@ def serve_in_job(invitation: Invitation) -> None:
 
 def end_soon() -> None:
     """Have this process end though threads of the user's would keep it: its job would go on."""
-    end = threading.Timer(_LAST, os._exit, [0])
+    end = threading.Timer(_LAST_WORD_S, os._exit, [0])
     end.daemon = True
     end.start()
 
 
 _INVITATIONS = "invitations.json"
-_LOOK, _LAZY_LOOK = 0.1, 1.0
-"""Seconds between two looks into the folder: at first, and after `_SOON`."""
-_SOON = 30.0
+_LOOK_S, _LAZY_LOOK_S = 0.1, 1.0
+"""Seconds between two looks into the folder: at first, and after `_SOON_S`."""
+_SOON_S = 30.0
 
 
 def write_invitations(folder: Path, invitations: Sequence[Invitation]) -> None:
@@ -378,7 +378,7 @@ def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | No
                 "built no collector with launcher='submitit_delayed'; its log tells more, and "
                 "start_timeout= of submitit_delayed_launcher gives it longer"
             )
-        time.sleep(_LOOK if waited < _SOON else _LAZY_LOOK)
+        time.sleep(_LOOK_S if waited < _SOON_S else _LAZY_LOOK_S)
 
 
 @dataclass(slots=True)
@@ -395,8 +395,8 @@ class _MainJob:
 
 R = TypeVar("R")
 _FRAMEWORKS = ("distributed", "rpc")
-_PAUSE = 0.2
-_END_GRACE = 10.0
+_PAUSE_S = 0.2
+_END_GRACE_S = 10.0
 """Seconds nodes get to end once the main job has."""
 _main_job: _MainJob | None = None
 
@@ -510,11 +510,11 @@ class submitit_delayed_launcher:  # the name that users know
         try:
             job.submit([start])
             nodes.submit([functools.partial(serve, node) for node in range(count)])
-            while (reason := job.outcome(0, _PAUSE)) is None:
+            while (reason := job.outcome(0, _PAUSE_S)) is None:
                 pass
             if not job.succeeded(0):
                 raise WorkerDied(f"the main job {reason}") from job.error(0)
-            grace = _END_GRACE
+            grace = _END_GRACE_S
         finally:
             job.stop(grace)
             nodes.stop(grace)
