@@ -22,6 +22,7 @@ from gleanrl import (
     ClosedError,
     CollectorTimeout,
     ConfigError,
+    DistributedCollector,
     EnvError,
     LazyTensorStorage,
     MultiAsyncCollector,
@@ -222,6 +223,18 @@ def test_a_policy_of_which_the_workers_have_no_room_for_copies_is_refused(monkey
     ):
         MultiAsyncCollector([rig.counting()] * 8, policy, frames_per_batch=8)
     assert not rig.workers()
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, DistributedCollector])
+def test_workers_start_though_more_than_1024_descriptors_are_open(kind):
+    options = {} if kind is MultiSyncCollector else {"launcher": "mp", "tcp_port": 0}
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with kind([rig.counting(3)], frames_per_batch=4, **options) as collector:
+            assert rig.rows(collector.next()) == [(3, step) for step in range(1, 5)]
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def test_frames_that_workers_stored_count_though_another_worker_failed():

@@ -83,7 +83,8 @@ run(Case(**{case}))
 
 def _numbered(number: int) -> tuple[int, str]:
     """Run the case of a number with nothing on the terminal."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
     return number, outcome(draw(number))
 
 

@@ -159,7 +159,9 @@ class NodeAdmitter(Generic[N]):
             timeout: Seconds to wait for some.
         """
         if timeout:
-            select.select([self.bell], [], [], timeout)
+            rings = select.poll()
+            rings.register(self.bell, select.POLLIN)
+            rings.poll(1000 * timeout)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
             return self._done.popleft()

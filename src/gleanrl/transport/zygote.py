@@ -360,10 +360,12 @@ class _Zygote:
     def run(self) -> None:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        watched = select.poll()  # select() takes no descriptor above 1023
+        for fd in (self._control.fileno(), self._asked.fileno(), self._woken, *self._owner):
+            watched.register(fd, select.POLLIN)
         try:
             while True:
-                watched = [self._control.fileno(), self._asked.fileno(), self._woken]
-                ready = select.select(watched + self._owner, [], [])[0]
+                ready = [fd for fd, _ in watched.poll()]
                 if set(ready).intersection(self._owner):
                     return
                 if self._woken in ready:
