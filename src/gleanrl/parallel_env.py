@@ -34,7 +34,7 @@ from gleanrl.envs.parallel_worker import (
     EnvWorkerBuilder,
     EnvWorkerInfo,
 )
-from gleanrl.envs.rows import RowEnv, write_inputs
+from gleanrl.envs.row_env import RowEnv, write_inputs
 from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.memory.arena import Order, Slab

@@ -28,7 +28,7 @@ from torch import nn
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
-from gleanrl.operations.recorder import OpRecorder, Unknown
+from gleanrl.operations.op_recorder import OpRecorder, Unknown
 from gleanrl.policies import RandomActions, RandomPolicy, set_exploration_type
 
 FLOATS = ((3,), torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from functools import cache, partial
@@ -15,40 +14,14 @@ import torch
 
 import gleanrl
 from gleanrl.collectors import weight_update
-from tools.hunt.cases import Case
+from tools.hunt.cases import GAMMA, N_STEPS, Case, collector_class, parameters_of
+from tools.hunt.checks import checker_of
 from tools.hunt.policies import make_policy
 from tools.hunt.worlds import make_one, make_vector, start_counting
-
-GAMMA = 0.5
-N_STEPS = 3
 
 
 class Subclass(gleanrl.Collector):
     """A collector class of a user's own."""
-
-
-def collector_class(case: Case) -> type:
-    """Return the class of a case's collector."""
-    if case.backend == "nodes":
-        return gleanrl.DistributedCollector
-    kinds: dict[str, type] = {
-        "here": gleanrl.Collector,
-        "sync": gleanrl.MultiSyncCollector,
-        "async": gleanrl.MultiAsyncCollector,
-    }
-    return kinds[case.backend]
-
-
-@cache
-def _parameters(kind: type) -> frozenset[str]:
-    return frozenset(inspect.signature(kind).parameters)
-
-
-def accepts(case: Case, name: str) -> bool:
-    """Tell whether the collector of a case takes an argument; ``sync`` is drawn for nodes only."""
-    if name == "sync":
-        return case.backend == "nodes"
-    return name == "front_door" or name in _parameters(collector_class(case))
 
 
 def scaled(batch: Any) -> Any:
@@ -70,8 +43,6 @@ def draw_some() -> None:
 
 def _hook(case: Case, batch: Any) -> None:
     """Check each frame of what a worker made."""
-    from tools.hunt.run import checker_of
-
     checker = checker_of(case)
     # Workers have not heard which version is the newest, and `postproc` comes later.
     checker.newest, checker.n_steps = 2**20, 0
@@ -169,7 +140,7 @@ def build(case: Case, policy: Any, folder: Path, life: int, **more: Any) -> Any:
 
 def _front_door(case: Case, environments: Any, policy: Any, options: dict[str, Any]) -> Any:
     """Build a collector with workers by the arguments of `Collector` that choose one."""
-    own = _parameters(gleanrl.Collector)
+    own = parameters_of(gleanrl.Collector)
     theirs = {name: options.pop(name) for name in list(options) if name not in own}
     backend = options.pop("backend", None)
     if backend is not None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
+
+import gleanrl
+
+GAMMA = 0.5
+N_STEPS = 3
+"""What `MultiStep` is built with."""
 
 BACKENDS = ("here", "sync", "async", "nodes")
 SHARES = (10, 5, 4, 2)
@@ -261,10 +269,33 @@ def allowed(case: Case, name: str) -> bool:
     return not apart and rules.get(name, True) and sink
 
 
+def collector_class(case: Case) -> type:
+    """Return the class of a case's collector."""
+    if case.backend == "nodes":
+        return gleanrl.DistributedCollector
+    kinds: dict[str, type] = {
+        "here": gleanrl.Collector,
+        "sync": gleanrl.MultiSyncCollector,
+        "async": gleanrl.MultiAsyncCollector,
+    }
+    return kinds[case.backend]
+
+
+@cache
+def parameters_of(kind: type) -> frozenset[str]:
+    """Return the names of the arguments of a class."""
+    return frozenset(inspect.signature(kind).parameters)
+
+
+def accepts(case: Case, name: str) -> bool:
+    """Tell whether the collector of a case takes an argument; ``sync`` is drawn for nodes only."""
+    if name == "sync":
+        return case.backend == "nodes"
+    return name == "front_door" or name in parameters_of(collector_class(case))
+
+
 def draw(number: int) -> Case:
     """Draw the case of a number."""
-    from tools.hunt.build import accepts
-
     chance = random.Random(number)
     backend = chance.choices(BACKENDS, SHARES)[0]
     pools = backend == "here" and chance.random() < 0.3

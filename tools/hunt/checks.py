@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+import gleanrl
+from tools.hunt.cases import GAMMA, N_STEPS, Case
+from tools.hunt.policies import MODES
 from tools.hunt.worlds import (
     AGENTS,
     ECHO,
@@ -322,3 +325,45 @@ def check_slices(sample: TensorDictBase, steps: int) -> None:
             require(joined, f"a slice joins {before} and {frame}")
             last[number] = frame
         require(len(frames) == steps * len(last), f"a slice joins environments {sorted(last)}")
+
+
+def _mode(case: Case) -> float | None:
+    """Return the mode that a ``"typed"`` policy has to read."""
+    kind = getattr(gleanrl.ExplorationType, case.options.get("exploration_type", "RANDOM"))
+    if "exploration_mode" in case.options:
+        kind = gleanrl.ExplorationType.MODE
+    return MODES[kind]
+
+
+def checker_of(case: Case) -> Checker:
+    """Return what checks the frames of a case."""
+    options = case.options
+    early = case.early
+    random: int | None = options.get("init_random_frames", 0)
+    if random:
+        # Frames that laggards stepped ahead, and rollouts of slow workers, are delivered later.
+        late = 1 if case.together or case.backend == "here" else 3 * case.workers
+        random += late * case.frames * options.get("num_workers_per_collector", 1)
+    several = options.get("postproc") == "multistep"
+    own = {"update_at_each_batch", "update_after_each_batch", "max_weight_update_interval"}
+    own |= {"update_interval", "weight_updater"}
+    perturbed = case.policy == "perturbed"
+    regroups = {"trajs_per_batch", "trajs_per_write"} & set(options)
+    cuts = {"seed", "reset", "reload"} & set(case.events) or "reset_at_each_iter" in options
+    lost = case.sink != "batches" and bool(cuts)
+    return Checker(
+        limit=options.get("max_frames_per_traj"),
+        cuts=early or bool({"reset_at_each_iter", "set_truncated"} & set(options)),
+        random=None if case.policy == "random" else random,
+        labelled=not perturbed and not own & set(options),
+        perturbed=perturbed,
+        bonus=options.get("create_env_kwargs", {}).get("bonus", 0.0),
+        mode=_mode(case),
+        n_steps=N_STEPS if several else 0,
+        gamma=GAMMA,
+        agents=2 if case.env == "agents" else 1,
+        gaps=bool(regroups) or lost or options.get("on_failure", "raise") != "raise",
+        unique=case.writers == 1,
+        # A vector environment that resets calls the policy for nothing.
+        carries=not early and not lost and not regroups,
+    )

@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDictBase
 
 import gleanrl
-from tools.hunt.build import GAMMA, N_STEPS, build
+from tools.hunt.build import build
 from tools.hunt.cases import Case
-from tools.hunt.checks import Checker, check_slices, frames_of, require
-from tools.hunt.policies import MODES, around_beginning, make_policy
+from tools.hunt.checks import check_slices, checker_of, frames_of, require
+from tools.hunt.policies import around_beginning, make_policy
 from tools.hunt.worlds import _counters, length, make_one, reward, start_counting
 
 SLICE = 2
@@ -34,48 +34,6 @@ ROWS = 20_000
 
 class Refused(Exception):
     """The library refuses the case by an error of its own when it is built."""
-
-
-def _mode(case: Case) -> float | None:
-    """Return the mode that a ``"typed"`` policy has to read."""
-    kind = getattr(gleanrl.ExplorationType, case.options.get("exploration_type", "RANDOM"))
-    if "exploration_mode" in case.options:
-        kind = gleanrl.ExplorationType.MODE
-    return MODES[kind]
-
-
-def checker_of(case: Case) -> Checker:
-    """Return what checks the frames of a case."""
-    options = case.options
-    early = case.early
-    random: int | None = options.get("init_random_frames", 0)
-    if random:
-        # Frames that laggards stepped ahead, and rollouts of slow workers, are delivered later.
-        late = 1 if case.together or case.backend == "here" else 3 * case.workers
-        random += late * case.frames * options.get("num_workers_per_collector", 1)
-    several = options.get("postproc") == "multistep"
-    own = {"update_at_each_batch", "update_after_each_batch", "max_weight_update_interval"}
-    own |= {"update_interval", "weight_updater"}
-    perturbed = case.policy == "perturbed"
-    regroups = {"trajs_per_batch", "trajs_per_write"} & set(options)
-    cuts = {"seed", "reset", "reload"} & set(case.events) or "reset_at_each_iter" in options
-    lost = case.sink != "batches" and bool(cuts)
-    return Checker(
-        limit=options.get("max_frames_per_traj"),
-        cuts=early or bool({"reset_at_each_iter", "set_truncated"} & set(options)),
-        random=None if case.policy == "random" else random,
-        labelled=not perturbed and not own & set(options),
-        perturbed=perturbed,
-        bonus=options.get("create_env_kwargs", {}).get("bonus", 0.0),
-        mode=_mode(case),
-        n_steps=N_STEPS if several else 0,
-        gamma=GAMMA,
-        agents=2 if case.env == "agents" else 1,
-        gaps=bool(regroups) or lost or options.get("on_failure", "raise") != "raise",
-        unique=case.writers == 1,
-        # A vector environment that resets calls the policy for nothing.
-        carries=not early and not lost and not regroups,
-    )
 
 
 def _sink(case: Case, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -22,9 +22,6 @@ from gleanrl.engine.sink import Sink
 from gleanrl.memory.trees import batch_over
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
-
-if TYPE_CHECKING:
-    from gleanrl.collectors.episodes import Episodes
 
 
 class WorkerCollector(Handle):
@@ -192,10 +189,23 @@ def serve_filling(
     return FillingSource(source, pipeline)
 
 
+class RolloutTarget(Protocol):
+    """Takes the rollouts of a worker that keeps them."""
+
+    discarded: int
+    """Frames that were dropped so far."""
+
+    def __call__(self, batch: TensorDictBase, hook: PostHook | None, /) -> object:
+        """Take a rollout in; call the user's hook on it."""
+
+    def forget(self) -> None:
+        """Drop unfinished trajectories."""
+
+
 class FillingSource:
     """A source that delivers into a buffer and reports counts."""
 
-    def __init__(self, source: Source, pipeline: Pipeline | Episodes) -> None:
+    def __init__(self, source: Source, pipeline: Pipeline | RolloutTarget) -> None:
         """Serve ``source``; first write its rollouts into this worker's own memory."""
         self._source = source
         self.load, self.state = source.load, source.state

@@ -26,6 +26,7 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
+from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, Slot, require
 from gleanrl.operations.proofs import (
     functions_are_genuine,
     is_genuine,
@@ -34,7 +35,6 @@ from gleanrl.operations.proofs import (
     qualified,
     uses,
 )
-from gleanrl.operations.recorder import Check, OpRecorder, OwnStream, Slot, require
 from gleanrl.operations.watch import Watch, equal
 from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.probe import PolicyTrace, Unit, call_on

@@ -21,8 +21,8 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.trees import nest
+from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
-from gleanrl.operations.recorder import Slot
 from gleanrl.operations.watch import equal, same_memory, writes_so_far
 from gleanrl.policies.lowering import Lowered, Lowering, Odd, Program, check_unchanged
 from gleanrl.policies.probe import PolicySignature, call_on

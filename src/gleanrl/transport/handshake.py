@@ -188,12 +188,13 @@ def _introduce(
 
 
 def keep_alive(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel end the connection once the other host was silent for ``timeout_s`` s."""
+    """Have the kernel look whether the other host lives, while nothing is sent.
+
+    `Channel.set_patience` bounds how long data may stay unread.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        longest = int(min(1000 * timeout_s, 2**31 - 1))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
         every = int(min(max(1.0, timeout_s / 4), 32767))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)

@@ -205,7 +205,7 @@ class NodeAdmitter(Generic[N]):
     def _admit_loop(self) -> None:
         """Start nodes that are wanted and let them in, until none is wanted any more."""
         with self._lock:
-            if self._admitting:  # whoever started that thread was interrupted
+            if self._admitting:  # two calls of `want` may both have started a thread
                 return
             self._admitting = True
         knocks = select.poll()

@@ -73,6 +73,7 @@ class Node(ChannelPeer):
         sock, keys = guest.sock, guest.keys
         keep_alive(sock, backend.timeout_s)
         super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
+        self.channel.set_patience(backend.timeout_s)
         self._backend = backend
         self.address = str(sock.getpeername()[0])
         self.here = str(sock.getsockname()[0])

@@ -294,6 +294,7 @@ def run_node(
     keep_alive(sock, timeout_s)
     here = str(sock.getsockname()[0])
     channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
+    channel.set_patience(timeout_s)
     try:
         first, *others = channel.wait()
     except EOFError:

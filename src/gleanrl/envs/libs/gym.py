@@ -20,7 +20,7 @@ from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observat
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
-from gleanrl.envs.rows import RowEnv, write_inputs
+from gleanrl.envs.row_env import RowEnv, write_inputs
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
