@@ -4,6 +4,9 @@
 seed before each first batch. Systems that draw equal numbers in equal order must deliver equal
 values.
 
+`random_batches`: random actions come from a stream of each system's own, so only the first
+observations are equal. The actions must be equally frequent.
+
 `RealBatches`: workers draw from streams of their own, so values cannot be compared between systems.
 Each row must be a step of CartPole: CartPole computes the successor from observation and action,
 and the network computes the log-probability.
@@ -12,7 +15,7 @@ and the network computes the log-probability.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,20 @@ def first_batches(systems: Mapping[str, System]) -> list[str]:
     Returns:
         One line of text per system; lines that start with `WRONG` are disagreements.
     """
+    return _compared(systems, _compare)
+
+
+def random_batches(systems: Mapping[str, System]) -> list[str]:
+    """Collect one batch of each system with random actions, and compare what must agree.
+
+    Returns:
+        As `first_batches`.
+    """
+    return _compared(systems, _compare_random)
+
+
+def _compared(systems: Mapping[str, System], compare: Callable[[Fields, Fields], str]) -> list[str]:
+    """Compare the first batch of each system with that of the first system that has fields."""
     reference: Fields = {}
     lines = []
     for name, system in systems.items():
@@ -41,7 +58,7 @@ def first_batches(systems: Mapping[str, System]) -> list[str]:
             continue
         line = f"{name}: {consistent(fields)}"
         if reference:
-            line += f"; {_compare(reference, fields)}"
+            line += f"; {compare(reference, fields)}"
         else:
             reference = fields
         lines.append(f"{WRONG} {line}" if _BAD.search(line) else line)
@@ -60,18 +77,47 @@ def _copied(system: System) -> Fields:
 
 
 def _compare(ours: Fields, theirs: Fields) -> str:
-    shared = sorted(set(ours) & set(theirs))
-    missing = sorted(set(ours) - set(theirs))
-    shapes = [name for name in shared if ours[name].shape != theirs[name].shape]
-    if shapes:
-        return "DIFFERENT SHAPES " + ", ".join(
-            f"{name} {ours[name].shape} / {theirs[name].shape}" for name in shapes
-        )
+    shared, text = _shapes(ours, theirs)
+    if "DIFFERENT" in text:
+        return text
     mine, other = _rows(ours, theirs)
     different = [name for name in shared if not _equal(name, ours[name][mine], theirs[name][other])]
-    text = f"{len(shared)} fields of equal shape"
-    text += f", DIFFERENT VALUES in {', '.join(different)}" if different else ", equal values"
-    return text + (f", without {', '.join(missing)}" if missing else "")
+    return text + (
+        f", DIFFERENT VALUES in {', '.join(different)}" if different else ", equal values"
+    )
+
+
+def _compare_random(ours: Fields, theirs: Fields) -> str:
+    """Compare shapes, first observations and how often each action was drawn."""
+    _, text = _shapes(ours, theirs)
+    if "DIFFERENT" in text:
+        return text
+    if not np.allclose(ours["observation"][:, 0], theirs["observation"][:, 0]):
+        text += ", DIFFERENT first observations"
+    actions = 1 + max(int(fields["action"].max()) for fields in (ours, theirs))
+    uneven = [_uneven(fields["action"], actions) for fields in (ours, theirs)]
+    return text + (", DIFFERENT frequencies of actions" if any(uneven) else ", even actions")
+
+
+def _uneven(action: np.ndarray[Any, Any], count: int) -> bool:
+    """Say whether a frequency of an action lies five standard deviations from the even one."""
+    share = np.bincount(action.reshape(-1), minlength=count) / action.size
+    return bool((np.abs(share - 1 / count) > 5 * np.sqrt(1 / count / action.size)).any())
+
+
+def _shapes(ours: Fields, theirs: Fields) -> tuple[list[str], str]:
+    """Return the names of the fields that both have, and how their shapes compare."""
+    shared = sorted(set(ours) & set(theirs))
+    missing = sorted(set(ours) - set(theirs))
+    shapes = [
+        f"{name} {ours[name].shape} / {theirs[name].shape}"
+        for name in shared
+        if ours[name].shape != theirs[name].shape
+    ]
+    if shapes:
+        return shared, f"DIFFERENT SHAPES {', '.join(shapes)}"
+    without = f", without {', '.join(missing)}" if missing else ""
+    return shared, f"{len(shared)} fields of equal shape{without}"
 
 
 def _rows(ours: Fields, theirs: Fields) -> tuple[np.ndarray, np.ndarray]:

@@ -42,9 +42,10 @@ def all_cases() -> list[Case]:
     ]
 
 
-def case(name: str, title: str, build: Build, *references: Reference) -> Case:
-    """Return a case whose first batches are compared."""
-    return Case(name, title, build, references, check=checks.first_batches)
+def case(name: str, title: str, build: Build, *references: Reference, random: bool = False) -> Case:
+    """Return a case whose first batches are compared; with ``random`` actions, by frequency."""
+    check = checks.random_batches if random else checks.first_batches
+    return Case(name, title, build, references, check=check)
 
 
 def loop(
@@ -68,6 +69,7 @@ def cartpole_random() -> Case:
         Reference("raw env.step", lambda: hand.raw_steps(factories, STEPS), 0.9),
         Reference(f"raw env.step, {CHECKED}", lambda: hand.raw_steps(checked, STEPS)),
         Reference("hand loop", loop(factories, hand.RandomActor, 2)),
+        random=True,
     )
 
 
@@ -142,6 +144,7 @@ def pong() -> Case:
         "ALE/Pong-v5 x8, 84x84 grey, 4 frames, random policy",
         lambda: ours.inline(factories, None, 8 * STEPS),
         Reference("hand loop", loop(factories, hand.RandomActor, 6), 0.95),
+        random=True,
     )
 
 
@@ -160,6 +163,7 @@ def pool(
         f"{title} x{count}, {'64-64 MLP' if mlp else 'random policy'}",
         lambda: ours.inline(make(count), policy, count * STEPS),
         Reference("bare loop", bare, 0.9),
+        random=not mlp,
     )
 
 
