@@ -45,7 +45,7 @@ GROUPS = {
         "Collectors",
         "Iterate over batches that this process, worker processes, nodes or Ray actors collect.",
         (
-            "collectors.base",
+            "collectors.base_collector",
             "collectors.collector",
             "collectors.multi",
             "collectors.distributed.generic",

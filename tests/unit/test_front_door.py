@@ -70,7 +70,7 @@ def test_defaults_of_collector_that_the_target_lacks_are_dropped_and_others_refu
     defaults = {"return_same_td": np.False_, "trajs_per_write": None, "policy_factory": None}
     with collect(num_collectors=1, **defaults) as collector:
         assert collector.num_workers == 1
-    with pytest.raises(TypeError, match="return_same_td= has no meaning"):
+    with pytest.raises(TypeError, match="takes no return_same_td=: it is an argument of Collector"):
         collect(num_collectors=1, return_same_td=True)
 
 
@@ -196,7 +196,7 @@ def test_every_argument_of_the_kinds_over_processes_passes():
 def test_arguments_that_a_class_passes_on_to_its_base_reach_it():
     with pytest.raises(ConfigError, match="cat_results"):
         collect(backend="rpc", sync=True, cat_results="sideways")
-    with pytest.raises(TypeError, match="nonsense= has no meaning"):
+    with pytest.raises(TypeError, match="RPCCollector takes no nonsense="):
         collect(backend="rpc", sync=True, nonsense=1)
 
 

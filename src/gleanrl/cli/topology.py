@@ -17,7 +17,7 @@ from torch import nn
 from gleanrl.cli.display import plural
 from gleanrl.cli.options import CollectOptions
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
-from gleanrl.collectors.launch import check_counts
+from gleanrl.collectors.worker_plan import check_counts
 from gleanrl.core.errors import ConfigError, note
 
 RANDOM = "random"

@@ -1,6 +1,6 @@
 """The collectors that users construct: names and arguments without further behaviour."""
 
-from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed import (
     DistributedCollector,

@@ -33,7 +33,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.handle import PostHook, PreHook
+from gleanrl.collectors.controls import PostHook, PreHook
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,

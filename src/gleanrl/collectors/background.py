@@ -16,7 +16,7 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import poll_interval
 
 if TYPE_CHECKING:
-    from gleanrl.collectors.base import BaseCollector
+    from gleanrl.collectors.base_collector import BaseCollector
 
 Step = Callable[[bool], bool]
 """Collects a little, and begins nothing new if called with ``False``; returns whether there is

@@ -17,8 +17,8 @@ from gleanrl.collectors.arguments import (
     documents_arguments,
     read_index,
 )
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.launch import Launch
+from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine
@@ -70,9 +70,9 @@ class Collector(BaseCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(create_env_fn, policy, kwargs)
-        launch = Launch(self._arguments, [create_env_fn], here=True)
-        stop = stop_byte(launch.interruptor)
-        self._start(launch, lambda windows: InlineBackend(windows, stop))
+        plan = WorkerPlan(self._arguments, [create_env_fn], here=True)
+        stop = stop_byte(plan.interruptor)
+        self._start(plan, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
     @selectors.with_signature_of(__init__)
@@ -89,7 +89,7 @@ class Collector(BaseCollector):
         if cls is not Collector:
             selectors.check_subclass(cls, kwargs)
             return super().__new__(cls)
-        other = selectors.elsewhere(args, kwargs)
+        other = selectors.with_workers(args, kwargs)
         return super().__new__(cls) if other is None else other
 
     # -- in the background: in a worker ----------------------------------------------------------
@@ -113,14 +113,14 @@ class Collector(BaseCollector):
         super().start()
 
     def _leave_process(self) -> None:
-        if not self._launch.here:
+        if not self._plan.here:
             return
         state, number = super().state_dict(), self._models.number
-        launch = self._launch_elsewhere()
+        plan = self._plan_elsewhere()
         try:
             engine = Engine(
                 lambda windows: ProcessBackend(),
-                launch.factories,
+                plan.factories,
                 start_timeout=self._arguments["start_timeout"],
             )
         except Exception as err:
@@ -128,12 +128,12 @@ class Collector(BaseCollector):
             raise
         kept = dict(vars(self))
         try:
-            engine.plan(launch.limits, launch.frames, launch.batches)
+            engine.plan(plan.limits, plan.frames, plan.batches)
             self._engine.exchange(engine)
-            self._launch = launch
+            self._plan = plan
             self._pipeline.forget()
             self._engine.discarded += self._pipeline.discarded
-            self._sink, self._pipeline = launch.sink, launch.pipeline
+            self._sink, self._pipeline = plan.sink, plan.pipeline
             self._pipeline.share_out(self._engine.num_envs)
             self._models = self._make_models()
             self._models.continue_from(number)
@@ -145,7 +145,7 @@ class Collector(BaseCollector):
             vars(self).update(kept)
             raise
 
-    def _launch_elsewhere(self) -> Launch:
+    def _plan_elsewhere(self) -> WorkerPlan:
         """Return the function that starts the worker.
 
         Raises:
@@ -171,10 +171,10 @@ class Collector(BaseCollector):
             "pre_collect_hook": self.pre_collect_hook,
             "post_collect_hook": self.post_collect_hook,
         }
-        launch = Launch({**arguments, **own}, self._launch.functions, sync=False)
+        plan = WorkerPlan({**arguments, **own}, self._plan.functions, sync=False)
         # The user was warned when these were rounded.
-        launch.limits = replace(self._budget.limits, total_frames=None)
-        return launch
+        plan.limits = replace(self._budget.limits, total_frames=None)
+        return plan
 
     def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
         """Make the worker continue from the ``state`` of this process."""
@@ -196,7 +196,7 @@ class Collector(BaseCollector):
 
     def _away(self, path: str) -> bool:
         """Whether ``path`` leads to an object in the worker."""
-        return not self._launch.here and re.match(r"(env|policy)\b", path) is not None
+        return not self._plan.here and re.match(r"(env|policy)\b", path) is not None
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         if self._away(attr_path):
@@ -237,7 +237,7 @@ class Collector(BaseCollector):
         worker = self._engine.request(0, m.GetState())
         return {
             "policy_state_dict": self._models.policy_state()
-            if self._launch.here
+            if self._plan.here
             else self._engine.request(0, m.Call("policy_state")),
             "env_state_dict": worker.pop("env"),
             "policy_version": worker["policy_version"],

@@ -23,7 +23,7 @@ from torch import nn
 from gleanrl.collectors.arguments import TOPICS, check_callables, read_seed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.ray import RayCollector
-from gleanrl.collectors.episodes import EpisodesPlan, Metrics
+from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.multi import MultiSyncCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users

@@ -9,9 +9,10 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
 from gleanrl.collectors.collector import Collector
-from gleanrl.collectors.launch import Launch, env_functions
-from gleanrl.collectors.selectors import unknown_backend, with_signature_of
-from gleanrl.collectors.workers import CollectorWithWorkers
+from gleanrl.collectors.nested import serve
+from gleanrl.collectors.selectors import selects, unknown_backend, with_signature_of
+from gleanrl.collectors.with_workers import CollectorWithWorkers
+from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.engine import MakeBackend
@@ -58,13 +59,19 @@ class MultiCollector(CollectorWithWorkers):
         super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
-        kind = Collector if arguments["collector_class"] is None else arguments["collector_class"]
-        whole = kind is not Collector
+        kind = arguments["collector_class"]
         make = _make_backend(
             arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
         )
         self._start(
-            Launch(arguments, functions, sync=self._sync, collector_class=kind, whole=whole), make
+            WorkerPlan(
+                arguments,
+                functions,
+                sync=self._sync,
+                collector_class=None if kind is Collector else kind,
+                serve=serve,
+            ),
+            make,
         )
 
     def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
@@ -177,3 +184,6 @@ def _make_backend(name: str | None, num_sub_threads: int, start_timeout: float) 
         "'process' or 'inline'; for nodes there are DistributedCollector, RPCCollector and "
         "RayCollector, or Collector(backend=...)",
     )
+
+
+selects(MultiCollector, "process", "multiprocessing")

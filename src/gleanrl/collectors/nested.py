@@ -7,29 +7,29 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 
-from gleanrl.collectors.base import BaseCollector
-from gleanrl.collectors.workers import CollectorWithWorkers
+from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.evaluation_episodes import EpisodesPlan
+from gleanrl.collectors.with_workers import CollectorWithWorkers
+from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.options import SourceOptions
+from gleanrl.core.options import SourceOptions, check_int
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.memory.trees import batch_over, copied
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
-
-if TYPE_CHECKING:
-    from gleanrl.collectors.launch import Launch
 
 
 def _serve_nested(
@@ -47,26 +47,32 @@ def _serve_nested(
     return NestedSource(collector, streams)
 
 
-def nested_factory(
-    launch: Launch, options: SourceOptions, given: Mapping[str, Any], each: int
+def serve(
+    plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any] | None
 ) -> SourceFactory:
-    """Return the factory of one worker's collector, built from the same arguments.
+    """Return the factory of a worker that makes rollouts, evaluations, or has a whole collector.
 
     Args:
-        launch: The launch of the outer collector.
+        plan: Of the outer collector.
         options: The settings of the worker.
-        given: Arguments that the user gave for this collector alone.
-        each: The workers of that collector on a node, if it has any.
+        given: Arguments for its whole collector alone; ``None`` if there is none.
     """
-    kind, random = launch.collector_class, launch.limits.init_random_frames
+    kind, random = plan.collector_class, plan.limits.init_random_frames
+    if isinstance(kind, EpisodesPlan):
+        return kind.factory(options)
+    if given is None:
+        return serve_rollouts(plan, options, given)
+    kind = Collector if kind is None else kind
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
     own = options.unusual(given)
-    if not (launch.remote and launch.whole):  # else it is called where the environments are
+    if not (
+        plan.remote and plan.collector_class is not None
+    ):  # else it is called where the environments are
         own.pop("init_fn", None)
     if random:  # over all workers
-        own["init_random_frames"] = -(-random // len(launch.functions))
-    stopping = {"interruptor": launch.interruptor, "preemptive_threshold": launch.enough}
+        own["init_random_frames"] = -(-random // len(plan.functions))
+    stopping = {"interruptor": plan.interruptor, "preemptive_threshold": plan.enough}
     _check_taken(kind, own, [name for name, value in stopping.items() if value is not None])
     kwargs = {
         "policy_factory": options.policy_factory,
@@ -81,7 +87,9 @@ def nested_factory(
     kwargs |= {name: value for name, value in given.items() if name != "init_fn"} | own
     env = options.create_env_fn
     several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
-    if launch.remote and (each > 1 or several):
+    each = plan.arguments["num_workers_per_collector"]
+    each = check_int("num_workers_per_collector", each, least=1)
+    if plan.remote and (each > 1 or several):
         env = [env] * each
     return partial(_serve_nested, kind, options, env, kwargs)
 

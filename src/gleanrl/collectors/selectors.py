@@ -1,4 +1,4 @@
-"""The classes that `Collector` makes for its selectors."""
+"""The class that ``backend=``, ``num_collectors=`` and ``sync=`` of `Collector` choose."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar, cast
 
-from gleanrl.collectors.arguments import (
-    CollectorArguments,
-    defaults,
-    definitions,
-    instead,
-    typed,
-)
+from gleanrl.collectors.arguments import CollectorArguments, defaults, definitions, typed
+from gleanrl.collectors.worker_plan import env_functions_of
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import check_int
 
 _HERE = (None, "inline", "direct")
-_PROCESSES = ("process", "multiprocessing")
-_NODES: Mapping[Any, tuple[str, Mapping[str, Any]]] = {
-    "distributed": ("DistributedCollector", {"launcher": "mp"}),
-    "submitit": ("DistributedCollector", {"launcher": "submitit"}),
-    "rpc": ("RPCCollector", {"launcher": "mp"}),
-    "ray": ("RayCollector", {}),
-}
-"""Per backend over a network: the collector, and what it gets unless ``backend_options`` say
-otherwise."""
 _SELECTORS = ("backend", "num_collectors", "sync", "backend_options")
 _RESERVED = (*_SELECTORS, "num_workers")
+_KINDS: dict[Any, tuple[Any, Mapping[str, Any]]] = {}
+"""Per backend with workers: the collector, and its arguments unless ``backend_options`` say
+otherwise."""
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def selects(kind: Any, *backends: str, **preset: Any) -> None:
+    """Have ``backend=`` of `Collector` mean the class ``kind``, which takes ``sync=``.
+
+    Args:
+        kind: A collector with workers.
+        *backends: The names of the backend.
+        **preset: Further arguments of the collector.
+    """
+    _KINDS.update(dict.fromkeys(backends, (kind, preset)))
 
 
 def with_signature_of(described: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -42,26 +42,36 @@ def with_signature_of(described: Callable[..., Any]) -> Callable[[Function], Fun
     return decorate
 
 
-def elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def with_workers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the collector with workers for arguments of `Collector`, ``None`` for none.
 
     Args:
         args: The positional arguments of `Collector`.
         kwargs: Its other arguments.
     """
-    selectors = {name: kwargs[name] for name in _SELECTORS if name in kwargs}
-    typed(CollectorArguments, selectors)  # refuses others
-    backend, count = kwargs.get("backend"), kwargs.get("num_collectors")
-    if backend not in (*_PROCESSES, *_HERE, *_NODES):
+    typed(CollectorArguments, {name: kwargs[name] for name in _SELECTORS if name in kwargs})
+    backend, count = kwargs.get("backend"), _count(kwargs.get("num_collectors"))
+    if backend not in (*_HERE, *_KINDS):
         raise unknown_backend(
             backend,
             "'inline' (alias 'direct'), 'process' (alias 'multiprocessing'), 'distributed', "
             "'submitit', 'rpc' or 'ray'",
         )
     if backend in _HERE and (backend is not None or count is None):
-        _check_here(_count(count), kwargs)
+        _check_here(count, kwargs)
         return None
-    return _several(args, kwargs)
+    if len(args) > 2:
+        raise ArgumentTypeError(
+            f"{len(args)} positional arguments were given; create_env_fn and policy are those"
+        )
+    if "num_workers" in kwargs:
+        raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
+    kind, preset = _KINDS[backend or "process"]
+    given = {**dict(zip(("create_env_fn", "policy"), args, strict=False)), **kwargs}
+    options = _options(kwargs.get("backend_options"), given)
+    functions = env_functions_of(given.get("create_env_fn"), count)
+    own = {"create_env_fn": functions, "sync": bool(kwargs.get("sync"))}
+    return kind(**{**preset, **_known(given, kind.ARGUMENTS), **own, **options})
 
 
 def unknown_backend(name: Any, known: str) -> Exception:
@@ -96,35 +106,6 @@ def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # Imported here: these classes are built from parts of `Collector` themselves.
-    from gleanrl.collectors import distributed
-    from gleanrl.collectors.launch import env_functions_of
-    from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-
-    sync = kwargs.get("sync")
-    kind: Any = MultiSyncCollector if sync else MultiAsyncCollector
-    nodes = kwargs.get("backend") in _NODES
-    preset: dict[str, Any] = {}
-    if nodes:
-        name, more = _NODES[kwargs["backend"]]
-        kind, preset = getattr(distributed, name), {**more, "sync": bool(sync)}
-    given = {name: value for name, value in kwargs.items() if name not in _SELECTORS}
-    if len(args) > 2:
-        raise ArgumentTypeError(
-            f"{len(args)} positional arguments were given; create_env_fn and policy are those"
-        )
-    given.update(zip(("create_env_fn", "policy"), args, strict=False))
-    options = _options(kwargs.get("backend_options"), given)
-    given = _wanted(given, kind.ARGUMENTS)
-    functions = env_functions_of(given.get("create_env_fn"), _count(kwargs.get("num_collectors")))
-    if not nodes:
-        return kind(**{**given, "num_workers": len(functions)}, **options)
-    if "process_group_backend" in options:
-        options["backend"] = options.pop("process_group_backend")
-    return kind(**{**preset, **given, "create_env_fn": functions, **options})
-
-
 def _count(value: Any) -> int | None:
     if value is None:
         return None
@@ -133,7 +114,7 @@ def _count(value: Any) -> int | None:
     return check_int("num_collectors", value, least=1)
 
 
-def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(options: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
     for names, what in ((_RESERVED, "reserved"), (given, "duplicate")):
         found = sorted(set(options or ()) & set(names))
         if found:
@@ -141,23 +122,17 @@ def _options(options: Any, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"backend_options holds {what} names {found}; give these to the collector itself, "
                 "once"
             )
-    return dict(options or {})
+    own = dict(options or {})
+    if "process_group_backend" in own:
+        own["backend"] = own.pop("process_group_backend")
+    return own
 
 
-def _wanted(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Drop values equal to `Collector`'s defaults if the target has another default or none."""
-    if "num_workers" in given:
-        raise ArgumentTypeError("num_workers= is num_collectors= here: say that")
-    usual, known = {"policy": None, **defaults(CollectorArguments)}, definitions(target)
-    there = {"policy": None, **defaults(target)}
-    flags = typed(CollectorArguments, {n: v for n, v in given.items() if n not in known})
-    wanted = {}
-    for name, value in {**given, **flags}.items():
-        default = name in usual and value is usual[name]
-        if name not in (*known, "create_env_fn", "policy") and not default:
-            raise ArgumentTypeError(
-                f"{name}= has no meaning for a collector over processes" + instead(name, known)
-            )
-        if not default or (name in there and there[name] is value):
-            wanted[name] = value
-    return wanted
+def _known(given: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    """Return the arguments of ``given`` without selectors, and without defaults unknown there."""
+    usual, known = defaults(CollectorArguments), definitions(target)
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in _SELECTORS and (name in known or name not in usual or value != usual[name])
+    }

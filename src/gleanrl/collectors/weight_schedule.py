@@ -12,7 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, warn
 
 if TYPE_CHECKING:
-    from gleanrl.collectors.base import BaseCollector
+    from gleanrl.collectors.base_collector import BaseCollector
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,12 @@ from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF_MAIN,
     TCP_PORT,
 )
-from gleanrl.collectors.launch import Launch, deal, env_functions
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from gleanrl.collectors.nested import serve
+from gleanrl.collectors.selectors import selects
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
-from gleanrl.collectors.workers import CollectorWithWorkers
+from gleanrl.collectors.with_workers import CollectorWithWorkers
+from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
@@ -91,7 +93,7 @@ class DistributedCollector(CollectorWithWorkers):
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         functions = env_functions(create_env_fn, None, default=1)
-        launch = launch_nodes(arguments, functions)
+        plan = plan_nodes(arguments, functions)
         check_kind(arguments["backend"])
         heartbeat = seconds("heartbeat", arguments["heartbeat"])
         if heartbeat < _SHORTEST_BEAT_S:
@@ -102,12 +104,12 @@ class DistributedCollector(CollectorWithWorkers):
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._start(
-            launch,
+            plan,
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
                 ProcessGroups(arguments["backend"], heartbeat),
-                replaces=launch.relaunches is not None,
+                replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
                 threads=threads,
@@ -180,7 +182,7 @@ _OF_THE_LEARNER = frozenset(
 _USUAL = {**defaults(DistributedArguments), **defaults(RayArguments)}
 
 
-def launch_nodes(arguments: Arguments, functions: Sequence[Any]) -> Launch:
+def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
     """Return the launch of a collector over nodes or actors.
 
     Args:
@@ -196,12 +198,12 @@ def launch_nodes(arguments: Arguments, functions: Sequence[Any]) -> Launch:
         )
     _check_failure(arguments)
     dealt = deal("collector_kwargs", arguments["collector_kwargs"], len(functions))
-    return Launch(
+    return WorkerPlan(
         arguments,
         functions,
         sync=arguments["sync"],
-        collector_class=kind,
-        whole=kind is not Collector,
+        collector_class=None if kind is Collector else kind,
+        serve=serve,
         remote=True,
         kwargs=[_read_kwargs(kind, one, arguments) for one in dealt],
     )
@@ -258,6 +260,8 @@ def _read_kwargs(kind: Any, kwargs: Any, arguments: Mapping[str, Any]) -> Mappin
 
 
 DistributedDataCollector = DistributedCollector
+selects(DistributedCollector, "distributed", launcher="mp")
+selects(DistributedCollector, "submitit", launcher="submitit")
 
 __all__ = [
     "DEFAULT_SLURM_CONF",

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any, Unpack
 
 from gleanrl.collectors.arguments import RayArguments, documents_arguments
-from gleanrl.collectors.distributed.generic import launch_nodes
-from gleanrl.collectors.launch import deal, env_functions_of
-from gleanrl.collectors.workers import CollectorWithWorkers
+from gleanrl.collectors.distributed.generic import plan_nodes
+from gleanrl.collectors.selectors import selects
+from gleanrl.collectors.with_workers import CollectorWithWorkers
+from gleanrl.collectors.worker_plan import deal, env_functions_of
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
@@ -76,18 +77,18 @@ class RayCollector(CollectorWithWorkers):
         arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
-        launch = launch_nodes(arguments, functions)
+        plan = plan_nodes(arguments, functions)
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
         start_timeout = arguments["start_timeout"]
         try:
             self._start(
-                launch,
+                plan,
                 lambda windows: NetworkBackend(
                     windows,
                     actors,
                     actors,
-                    replaces=launch.relaunches is not None,
+                    replaces=plan.relaunches is not None,
                     threads=threads,
                     start_timeout=start_timeout,
                 ),
@@ -138,9 +139,9 @@ class RayCollector(CollectorWithWorkers):
                 "add_collectors() comes before the first batch, update, seed or state: workers "
                 "share out frames and trajectory ids from then on; make a new collector"
             )
-        if policy is not None and policy is not self._launch.policy:
+        if policy is not None and policy is not self._plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = env_functions_of(create_env_fn, num_envs), list(self._launch.functions)
+        new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
         hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
         own = {"weight_updater": self.weight_updater, "create_env_fn": [*before, *new]}
         arguments: dict[str, Any] = {**self._arguments, **hooks, **own}
@@ -210,3 +211,6 @@ class Settled:
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()
+
+
+selects(RayCollector, "ray")

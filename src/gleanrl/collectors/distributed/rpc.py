@@ -6,6 +6,7 @@ from typing import Any, Unpack, cast
 
 from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, documents_arguments
 from gleanrl.collectors.distributed.generic import DistributedCollector
+from gleanrl.collectors.selectors import selects
 from gleanrl.collectors.weight_update import RPCWeightUpdater
 
 __all__ = ["RPCCollector", "RPCDataCollector", "RPCWeightUpdater"]
@@ -44,3 +45,4 @@ class RPCCollector(DistributedCollector):
 
 
 RPCDataCollector = RPCCollector
+selects(RPCCollector, "rpc", launcher="mp")

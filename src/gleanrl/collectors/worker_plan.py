@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import gymnasium as gym
 import torch
@@ -16,11 +16,9 @@ from gleanrl.collectors.arguments import (
     read_exploration,
     read_version,
 )
-from gleanrl.collectors.episodes import EpisodesPlan
-from gleanrl.collectors.nested import nested_factory
+from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.weight_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
-from gleanrl.collectors.worker import serve_filling, serve_worker
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     FrameBudget,
@@ -38,11 +36,19 @@ from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.rollout.build import SourceBuilder
 
+Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any] | None], SourceFactory]"
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 """Memory of the smallest environments and their processes."""
 
 
-class Launch:
+def serve_rollouts(
+    plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any] | None
+) -> SourceFactory:
+    """Return the factory of a worker that makes rollouts."""
+    return partial(serve_worker, options)
+
+
+class WorkerPlan:
     """The arguments of a collector, read and dealt out to its workers, before these start."""
 
     def __init__(
@@ -52,7 +58,7 @@ class Launch:
         *,
         sync: bool = True,
         collector_class: Any = None,
-        whole: bool = False,
+        serve: Serve = serve_rollouts,
         here: bool = False,
         remote: bool = False,
         kwargs: Sequence[Mapping[str, Any]] = (),
@@ -63,8 +69,9 @@ class Launch:
             arguments: The result of `read`, with ``create_env_fn`` and ``policy``.
             functions: Each worker's ``create_env_fn``.
             sync: Whether a batch holds a rollout of every worker.
-            collector_class: The class of each worker's collector.
-            whole: Whether each worker runs a whole collector of that class.
+            collector_class: The class of the whole collector in each worker, ``None`` for none.
+            serve: Returns the function that builds the source of one worker, of this plan, the
+                worker's settings, and the arguments of its whole collector (``None`` for none).
             here: Whether the only worker is this process, with the user's own objects and streams.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
@@ -74,8 +81,8 @@ class Launch:
         """
         count = len(functions)
         check(arguments)
-        self._arguments, self.policy = arguments, arguments["policy"]
-        self.functions, self.collector_class, self.whole = functions, collector_class, whole
+        self.arguments, self.policy = arguments, arguments["policy"]
+        self.functions, self.collector_class, self._serve = functions, collector_class, serve
         self.sync, self.here, self.remote = sync, here, remote
         self._kwargs = kwargs or [{}] * count
         if not remote:
@@ -105,7 +112,7 @@ class Launch:
 
     def _read_devices(self) -> None:
         def each(name: str) -> list[torch.device | None]:
-            dealt = deal(name, self._arguments[name], len(self.functions))
+            dealt = deal(name, self.arguments[name], len(self.functions))
             return [read_device(name, device) for device in dealt]
 
         default = each("device")
@@ -120,7 +127,7 @@ class Launch:
         self.storing_device = places.pop() if len(places) == 1 else torch.device("cpu")
 
     def _read_batches(self) -> None:
-        arguments, sync = self._arguments, self.sync
+        arguments, sync = self.arguments, self.sync
         frames = arguments["frames_per_batch"]
         self.frames = frames_per_worker(frames, len(self.functions), sync)
         """Per worker, the frames of its rollouts."""
@@ -148,7 +155,7 @@ class Launch:
     # -- a source factory for each worker ----------------------------------------------------------
 
     def _factories(self) -> list[SourceFactory]:
-        arguments, count = self._arguments, len(self.functions)
+        arguments, count = self.arguments, len(self.functions)
         kwargs = env_kwargs(arguments["create_env_kwargs"], count)
         makers = deal("policy_factory", arguments["policy_factory"], count)
         names = {part.name for part in fields(OwnOptions)}
@@ -172,29 +179,14 @@ class Launch:
                 replay_buffer=arguments["replay_buffer"] if self.fills else None,
                 learner_extends=arguments["replay_buffer"] is not None and not self.fills,
             )
-            whole = self.whole or not names.issuperset(given)
+            whole = self.collector_class is not None or not names.issuperset(given)
             factories.append(self._factory(options, given if whole else None))
         return factories
 
     def _factory(self, options: SourceOptions, given: Mapping[str, Any] | None) -> SourceFactory:
-        """Return the function that builds the source of one worker.
-
-        Args:
-            options: The settings of the worker.
-            given: Arguments of the whole collector in the worker, ``None`` if there is none.
-        """
         if self.here:
             return SourceBuilder(options)
-        factory: SourceFactory
-        if isinstance(self.collector_class, EpisodesPlan):
-            factory = self.collector_class.factory(options)
-        elif given is not None:
-            each = check_int(
-                "num_workers_per_collector", self._arguments["num_workers_per_collector"], least=1
-            )
-            factory = nested_factory(self, options, given, each)
-        else:
-            factory = partial(serve_worker, options)
+        factory = self._serve(self, options, given)
         if self.sink is not None and self.fills:
             factory = partial(serve_filling, factory, self.pipeline, self.sink)
         return factory

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.worker import FillingSource, serve_worker
+from gleanrl.collectors.inside_worker import FillingSource, serve_worker
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Report, Snapshot

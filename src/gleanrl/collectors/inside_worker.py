@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
-from gleanrl.collectors.handle import Handle, PostHook
+from gleanrl.collectors.controls import Controls, PostHook
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
@@ -24,7 +24,7 @@ from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
 
 
-class WorkerCollector(Handle):
+class WorkerCollector(Controls):
     """The collector of one worker, which makes rollouts for the learner's collector.
 
     ``"env.spec.id"``, ``"policy.module"``, ``"replay_buffer.__len__"``, ``"worker_idx"`` or

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,10 +27,11 @@ from gleanrl.collectors.arguments import (
     read_seed,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.handle import Handle, PostHook, PreHook, one_of
+from gleanrl.collectors.controls import Controls, PostHook, PreHook, one_of
 from gleanrl.collectors.states import entries_of, number_lives, restoring
 from gleanrl.collectors.weight_schedule import NothingSent, Sending
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
+from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import (
@@ -56,9 +57,6 @@ from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import Shapes
 
-if TYPE_CHECKING:
-    from gleanrl.collectors.launch import Launch
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Reader:
@@ -67,7 +65,7 @@ class _Reader:
     thread: int
 
 
-class BaseCollector(Handle, IterableDataset[Any]):
+class BaseCollector(Controls, IterableDataset[Any]):
     """Base of all collectors. Iterate over it, or call `next`; use it as a context manager.
 
     A ``for`` loop that is left early can be entered again and continues; once ``total_frames`` were
@@ -142,36 +140,36 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     # -- the beginning ---------------------------------------------------------------------------
 
-    def _start(self, launch: Launch, make: MakeBackend) -> None:
+    def _start(self, plan: WorkerPlan, make: MakeBackend) -> None:
         """Start the workers and set up everything around them.
 
         Args:
-            launch: What is started.
+            plan: What is started.
             make: Builds the backend that starts and reaches the workers.
         """
-        arguments, self._launch = self._arguments, launch
-        self._version, self._timeout = launch.version, arguments["timeout"]
+        arguments, self._plan = self._arguments, plan
+        self._version, self._timeout = plan.version, arguments["timeout"]
         self._worker_idx = arguments["worker_idx"]
-        self._sink, self._pipeline = launch.sink, launch.pipeline
+        self._sink, self._pipeline = plan.sink, plan.pipeline
         self._ready: deque[Any] = deque()
         self._batches = 0
         self.replay_buffer = arguments["replay_buffer"]
-        self.storing_device = launch.storing_device
-        self.policy_device, self.env_device = launch.policy_device, launch.env_device
-        self.exploration_type = launch.exploration
-        self.interruptor = launch.interruptor
-        self.num_workers = len(launch.factories)
+        self.storing_device = plan.storing_device
+        self.policy_device, self.env_device = plan.policy_device, plan.env_device
+        self.exploration_type = plan.exploration
+        self.interruptor = plan.interruptor
+        self.num_workers = len(plan.factories)
         self.register_scheme_receiver(arguments["weight_recv_schemes"] or {})
         self._watching = Watching(type(self).__name__, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
             # Only workers that are processes of this machine take cores from this one.
-            alone = launch.here or launch.remote
+            alone = plan.here or plan.remote
             wanted = torch.get_num_threads() if alone else arguments["num_threads"]
             threads = _Threads(wanted, self.num_workers)
             self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
-                    make, launch.factories, start_timeout=arguments["start_timeout"]
+                    make, plan.factories, start_timeout=arguments["start_timeout"]
                 )
             undo.callback(engine.close, 5.0)
             undo.callback(self._watching.end_progress)
@@ -183,44 +181,44 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _set_up(self) -> None:
         """Set up memory, weights and counters after the start of the workers."""
-        engine, launch = self._engine, self._launch
+        engine, plan = self._engine, self._plan
         stopped: Callable[[], bool] = bool
-        if isinstance(launch.interruptor, Interruptor):
-            launch.interruptor.attach(engine.backend.stop_byte)
-            stopped = launch.interruptor.collection_stopped
+        if isinstance(plan.interruptor, Interruptor):
+            plan.interruptor.attach(engine.backend.stop_byte)
+            stopped = plan.interruptor.collection_stopped
         engine.dispatcher.tolerant = self._arguments["on_failure"] != "raise"
         self._budget = engine.plan(
-            launch.limits, launch.frames, launch.batches, enough=launch.enough, stopped=stopped
+            plan.limits, plan.frames, plan.batches, enough=plan.enough, stopped=stopped
         )
         self._pipeline.share_out(engine.num_envs)
         self._models = self._make_models()
         self._background = BackgroundFilling(engine, self._budget, self._timeout)
-        self.weight_updater = launch.updater
+        self.weight_updater = plan.updater
         self._choose_sending()
         if self._sink is not None:
             self._sink.attach(self, self._env_to_record, engine.num_envs)
 
     def _choose_sending(self) -> None:
         """Choose the object that sends weights around each batch, or warns if none does."""
-        self._sending = self._launch.sending
+        self._sending = self._plan.sending
         if self._sending is None and self._updater is None:
             copied = self._models.copied_parameters()
             self._sending = NothingSent(copied) if copied else None
 
     def _make_models(self) -> Models:
         """Return the object that publishes weights."""
-        arguments, launch = self._arguments, self._launch
+        arguments, plan = self._arguments, self._plan
         schemes = arguments["weight_sync_schemes"]
-        if launch.here:
-            return Models(self._engine, launch.policy, schemes, self._version)
+        if plan.here:
+            return Models(self._engine, plan.policy, schemes, self._version)
         return WeightSync(
             self._engine,
-            launch.policy,
+            plan.policy,
             made_by_factory=arguments["policy_factory"] is not None,
             schemes=schemes,
             version=self._version,
-            devices=launch.policy_device,
-            keep=launch.relaunches is not None,
+            devices=plan.policy_device,
+            keep=plan.relaunches is not None,
         )
 
     def _env_to_record(self) -> Any:
@@ -339,7 +337,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
     def _announce(self) -> None:
         """Note the time of a request for a batch, once per batch, after the pre-collect hook."""
         if self._asked is None:
-            if self._launch.here and self._pre_hook is not None:
+            if self._plan.here and self._pre_hook is not None:
                 self._pre_hook()
             self._asked = time.monotonic()
 
@@ -349,7 +347,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         batch = self._gather(feed)
         if batch is None:  # workers have put it into the buffer themselves
             return deque([None])
-        return self._pipeline(batch, self._post_hook if self._launch.here else None)
+        return self._pipeline(batch, self._post_hook if self._plan.here else None)
 
     def _gather(self, feed: bool = True) -> TensorDictBase | None:
         """Collect a batch from the workers, without further processing."""
@@ -420,7 +418,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
         replay buffer, trajectories cut out, or data of no fixed shape, and not by a subclass.
         """
-        hooked = self._launch.here and self._post_hook is not None
+        hooked = self._plan.here and self._post_hook is not None
         own = vars(type(self)).get("_as_gathered", False) and not hooked
         here = self.storing_device is None or self.storing_device.type == "cpu"
         if not (own and here and self._pipeline.plain and self._engine.batches.uniform):
@@ -514,7 +512,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every worker's collector, and of the replacements of lost workers."""
-        if not (self._launch.here or self._engine.closed):
+        if not (self._plan.here or self._engine.closed):
             self._engine.standing[method] = m.Call(method, args, kwargs)
             self._engine.request_all(self._engine.standing[method])
 
@@ -760,7 +758,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         """Carry out commands that begin new trajectories; discard rollouts under way."""
         self._touched = self._moved = True
         with self._engine.turn(None):
-            while self._launch.fills and not self._engine.gather.idle:
+            while self._plan.fills and not self._engine.gather.idle:
                 self._collect(feed=False)  # it is in the buffer, or will be
             self._ready.clear()
             self._pipeline.forget()
@@ -778,7 +776,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         Raises:
             ClosedError: the collector was shut down, and its workers with it.
         """
-        if self.closed and not self._launch.here and self._engine.failure is None:
+        if self.closed and not self._plan.here and self._engine.failure is None:
             raise ClosedError(
                 "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
                 "state: keep the state_dict() from after each batch"
@@ -810,7 +808,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
         for worker, entry in enumerate(entries):
             version = self._models.number
             if "worker" in entry:
-                states[worker] = restoring(engine, worker, entry, self._launch.stream, strict)
+                states[worker] = restoring(engine, worker, entry, self._plan.stream, strict)
                 version = int(entry["worker"]["policy_version"])
             policies[worker] = entry.get("policy_state_dict") or {}, version
         with engine.turn(None):
@@ -1012,7 +1010,7 @@ class BaseCollector(Handle, IterableDataset[Any]):
                 workers, whose environments end with their process.
             raise_on_error: Raise what closing an environment raised.
         """
-        here = self._launch.here or self._engine.set_aside is not None
+        here = self._plan.here or self._engine.set_aside is not None
         if not (close_env or here):
             raise RuntimeError(
                 "close_env=False: the environments of workers cannot outlive their process"

@@ -20,7 +20,7 @@ PreHook = Callable[[], None]
 PostHook = Callable[[Any], None]
 
 
-class Handle(abc.ABC):
+class Controls(abc.ABC):
     """The common part of a collector and of the collector inside a worker."""
 
     _iterating = False

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from gleanrl.collectors.arguments import read_flags
-from gleanrl.collectors.base import BaseCollector
+from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.states import states_of
 from gleanrl.core import messages as m
 from gleanrl.core import paths
@@ -26,12 +26,12 @@ class CollectorWithWorkers(BaseCollector):
 
     def _set_up(self) -> None:
         super()._set_up()
-        if (relaunches := self._launch.relaunches) is not None:
+        if (relaunches := self._plan.relaunches) is not None:
             backend = cast("NetworkBackend", self._engine.backend)
             self._replacements = Replacements(self._engine, backend, self._models, relaunches)
 
     def _env_to_record(self) -> Any:
-        first = self._launch.functions[0]
+        first = self._plan.functions[0]
         return first if isinstance(first, str) else None
 
     # -- questions -------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class CollectorWithWorkers(BaseCollector):
 
     def _is_of_buffer(self, path: str) -> bool:
         """Whether ``path`` leads into a replay buffer that this process alone writes into."""
-        ours = self.replay_buffer is not None and not self._launch.fills
+        ours = self.replay_buffer is not None and not self._plan.fills
         return ours and re.match(r"replay_buffer\b", path) is not None
 
     def getattr_policy(self, attr: str) -> Any:
