@@ -76,7 +76,7 @@ GROUPS = {
         (
             "memory.replay.buffer",
             "memory.replay.storages",
-            "memory.replay.writers",
+            "memory.replay.row_writers",
             "memory.replay.samplers",
             "memory.replay.slices",
             "memory.replay",

@@ -19,12 +19,12 @@ from tensordict import TensorDict
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.cli import topology
-from gleanrl.cli.bench import Result, Results
-from gleanrl.cli.bench import plan as plan_bench
-from gleanrl.cli.collect import plan
+from gleanrl.cli.bench_command import Result, Results
+from gleanrl.cli.bench_command import plan as plan_bench
+from gleanrl.cli.collect_command import plan
+from gleanrl.cli.command_options import BenchOptions, CollectOptions
 from gleanrl.cli.main import parser
-from gleanrl.cli.options import BenchOptions, CollectOptions
-from gleanrl.recording.episodes import EpisodeStats, summary
+from gleanrl.recording.episode_stats import EpisodeStats, summary
 from gleanrl.watch.progress import Display, describe, plain
 
 # -- episodes --------------------------------------------------------------------------------------

@@ -498,7 +498,7 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(argument, code):
     assert {name for name in imported if name.startswith("gleanrl")} == {
         "gleanrl", "gleanrl.core", "gleanrl.core.errors", "gleanrl.core.lazy",
         "gleanrl.core.platforms", "gleanrl.core.version",
-        "gleanrl.cli", "gleanrl.cli.main", "gleanrl.cli.options",
+        "gleanrl.cli", "gleanrl.cli.main", "gleanrl.cli.command_options",
         "gleanrl.recording", "gleanrl.recording.formats",
     }  # fmt: skip
     assert not imported & {"torch", "tensordict", "gymnasium", "numpy", "rich", "rich.console"}

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from gleanrl import __version__
-from gleanrl.cli import options
+from gleanrl.cli import command_options as options
 from gleanrl.core.errors import ConfigError, WorkerError
 
 FAILURE, USAGE_ERROR = 1, 2
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # 'module:id' names modules there, as python -m finds them
         sys.path.append(os.getcwd())
     try:
-        module = import_module(f"gleanrl.cli.{found['name']}")
+        module = import_module(f"gleanrl.cli.{found['name']}_command")
         asked = kind(**{item.name: found[item.name] for item in fields(kind)})
         return int(module.run(asked))
     except KeyboardInterrupt:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from gleanrl.cli.command_options import CollectOptions
 from gleanrl.cli.display import plural
-from gleanrl.cli.options import CollectOptions
 from gleanrl.collectors import BaseCollector, Collector, Interruptor
 from gleanrl.collectors.worker_plan import check_counts
 from gleanrl.core.errors import ConfigError, note

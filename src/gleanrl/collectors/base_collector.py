@@ -51,7 +51,7 @@ from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.replacing import Replacements
 from gleanrl.engine.weight_sync import Models, WeightSync
-from gleanrl.memory.trees import groups_of
+from gleanrl.memory.tensordicts import groups_of
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.watching import Watcher, Watching
 from gleanrl.weights.scheme import WeightSyncScheme

@@ -19,7 +19,7 @@ from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
-from gleanrl.memory.trees import batch_over
+from gleanrl.memory.tensordicts import batch_over
 from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
 

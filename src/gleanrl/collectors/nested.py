@@ -28,7 +28,7 @@ from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
-from gleanrl.memory.trees import batch_over, copied
+from gleanrl.memory.tensordicts import batch_over, copied
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
 
 

@@ -10,6 +10,12 @@ from gleanrl.memory.replay.buffer import (
     TensorDictReplayBuffer,
 )
 from gleanrl.memory.replay.limiter import RateLimiter
+from gleanrl.memory.replay.row_writers import (
+    RoundRobinWriter,
+    TensorDictMaxValueWriter,
+    TensorDictRoundRobinWriter,
+    Writer,
+)
 from gleanrl.memory.replay.samplers import (
     PrioritizedSampler,
     RandomSampler,
@@ -22,12 +28,6 @@ from gleanrl.memory.replay.storages import (
     LazyTensorStorage,
     ListStorage,
     Storage,
-)
-from gleanrl.memory.replay.writers import (
-    RoundRobinWriter,
-    TensorDictMaxValueWriter,
-    TensorDictRoundRobinWriter,
-    Writer,
 )
 
 __all__ = [

@@ -17,7 +17,7 @@ from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
 from gleanrl.memory.arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
-from gleanrl.memory.trees import batch_over, stacked, tensordict_over, time_named
+from gleanrl.memory.tensordicts import batch_over, stacked, tensordict_over, time_named
 
 _SYNC_SLOTS = 3
 """One batch being written, one being handed over, one the consumer has not let go of yet."""

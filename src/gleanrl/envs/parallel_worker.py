@@ -38,7 +38,7 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
-from gleanrl.memory.trees import nest, tensordict_over
+from gleanrl.memory.tensordicts import nest, tensordict_over
 
 COMMAND: Key = ("_command",)
 """The command of a worker, in the row of each of its environments."""

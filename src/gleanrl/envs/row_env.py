@@ -13,7 +13,7 @@ from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, format_key
 from gleanrl.core.layout import Group
 from gleanrl.envs.base import EnvBase, keep_unset
-from gleanrl.memory.trees import tensordict_over
+from gleanrl.memory.tensordicts import tensordict_over
 
 
 class RowEnv(EnvBase):

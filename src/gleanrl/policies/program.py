@@ -20,7 +20,7 @@ from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_ke
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.trees import nest
+from gleanrl.memory.tensordicts import nest
 from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
 from gleanrl.operations.watch import equal, same_memory, writes_so_far

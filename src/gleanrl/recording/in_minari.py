@@ -25,7 +25,7 @@ from gleanrl.envs.spaces import Leaf, leaf_field, observation_leaves, rebuild, s
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, NO_OBSERVATION, Dataset, Metadata, Part
-from gleanrl.recording.episodes import Episode, end_keys, episodes_of
+from gleanrl.recording.episode_stats import Episode, end_keys, episodes_of
 from gleanrl.recording.origin import decoder, env_spec, make_env
 
 Space: TypeAlias = gym.Space[Any]

@@ -17,7 +17,7 @@ from gleanrl.core.keys import DONE, END_FLAGS, NEXT, TRAJ_IDS, Key, format_key
 from gleanrl.core.window import Array
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, Dataset, Metadata, Part
-from gleanrl.recording.episodes import Episode, episodes_of
+from gleanrl.recording.episode_stats import Episode, episodes_of
 
 _NUMBERS = ("episode", "step", "env")
 

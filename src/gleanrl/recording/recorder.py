@@ -38,7 +38,7 @@ from gleanrl.recording.dataset import (
     Dataset,
     card,
 )
-from gleanrl.recording.episodes import summary, total
+from gleanrl.recording.episode_stats import summary, total
 from gleanrl.recording.formats import check_target, module_of
 from gleanrl.recording.in_tensordict import Shard
 from gleanrl.recording.origin import describe_env

@@ -26,7 +26,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.trees import copied, groups_of
+from gleanrl.memory.tensordicts import copied, groups_of
 from gleanrl.policies.policy import Actor
 from gleanrl.rollout.plan import RolloutPlan
 

@@ -29,7 +29,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.trees import stacked, tensordict_over, time_named
+from gleanrl.memory.tensordicts import stacked, tensordict_over, time_named
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.tracker import Tracker
 

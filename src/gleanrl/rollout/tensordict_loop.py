@@ -34,7 +34,7 @@ from gleanrl.core.protocols import Stop
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
-from gleanrl.memory.trees import stacked, time_named
+from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.finished_steps import ExpectedSteps, StepRecorder

@@ -29,7 +29,7 @@ from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import spec_trees, widened
 from gleanrl.envs.validation import NUMBERS, check_reset
 from gleanrl.envs.writers import LeafWriter
-from gleanrl.memory.trees import tensordict_over
+from gleanrl.memory.tensordicts import tensordict_over
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)

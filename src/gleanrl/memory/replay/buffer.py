@@ -15,11 +15,12 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from gleanrl.core.errors import ConfigError, ReplayError, for_users
+from gleanrl.core.forks import guarded
 from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.core.options import check_int
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
-from gleanrl.memory.replay.locks import guarded
+from gleanrl.memory.replay.row_writers import RoundRobinWriter, Writer
 from gleanrl.memory.replay.rows import flatten
 from gleanrl.memory.replay.samplers import (
     Draw,
@@ -30,7 +31,6 @@ from gleanrl.memory.replay.samplers import (
 )
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, ListStorage, Storage
-from gleanrl.memory.replay.writers import RoundRobinWriter, Writer
 from gleanrl.memory.shared import fence
 
 Transform: TypeAlias = Callable[[Any], Any]

@@ -2,10 +2,6 @@
 
 The lock between processes is the kernel's (``fcntl``), on one byte of an anonymous file, so that it
 is released whenever its holder ends, however it ends.
-
-A forked child has only the thread that forked. A lock that another thread held would never be
-released there, and what it guards may be half changed: a fork waits until other threads have left
-their locks, and the child replaces the locks that were still held.
 """
 
 from __future__ import annotations
@@ -17,14 +13,12 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout
+from gleanrl.core.forks import guarded
 from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
 
-_FORK_TIMEOUT_S = 1.0
-"""Seconds that a fork waits for threads to leave, over all locks."""
 _MAIN = 0
 _NEXT = 1
 """Byte of the process that enters next: a writer that comes back waits behind it."""
@@ -35,61 +29,6 @@ _LONGEST_S = {_MAIN: 2e-4, _NEXT: 2e-3}
 """Pauses between two tries; only one process at a time tries often."""
 _FLOCK = "hhqqi4x"
 """The kernel's ``struct flock``, on 64-bit systems."""
-
-
-class Forkable(Protocol):
-    """Has a lock that forks respect; see `guarded`."""
-
-    _rank: int
-    """The rank of the lock; its holder takes only locks of a higher rank."""
-    _lock: threading.RLock
-
-    def _after_fork(self, consistent: bool) -> None:
-        """Start again in a child; ``consistent`` unless another thread was inside."""
-
-
-def guarded(holder: Forkable) -> None:
-    """Give ``holder`` its lock."""
-    holder._lock = threading.RLock()
-    _forkables[id(holder)] = holder
-
-
-_forkables: weakref.WeakValueDictionary[int, Forkable] = weakref.WeakValueDictionary()
-_forking = threading.local()
-
-
-def _by_rank() -> list[Forkable]:
-    # Other threads may make locks meanwhile: this list is made in one step.
-    known = [reference() for reference in _forkables.valuerefs()]
-    alive = [forkable for forkable in known if forkable is not None]
-    return sorted(alive, key=lambda forkable: (forkable._rank, id(forkable)))
-
-
-def _before_fork() -> None:
-    deadline = Deadline(_FORK_TIMEOUT_S)
-    _forking.held = [
-        forkable for forkable in _by_rank() if forkable._lock.acquire(timeout=deadline.left)
-    ]
-
-
-def _after_in_parent() -> None:
-    for forkable in reversed(_forking.held):
-        forkable._lock.release()
-    _forking.held = []
-
-
-def _after_in_child() -> None:
-    held = {id(forkable) for forkable in _forking.held}
-    _after_in_parent()
-    for forkable in _by_rank():
-        if id(forkable) not in held:
-            forkable._lock = threading.RLock()
-        forkable._after_fork(id(forkable) in held)
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
-)
 
 
 class ThreadLock:

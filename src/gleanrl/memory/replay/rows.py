@@ -17,7 +17,7 @@ from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, nex
 from gleanrl.core.layout import Field, Group
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
 from gleanrl.memory.tensor_files import dtype_name, dtype_named
-from gleanrl.memory.trees import groups_of, nest
+from gleanrl.memory.tensordicts import groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _NOTHING: Mapping[str, torch.Tensor] = {}

@@ -355,4 +355,4 @@ COMMANDS: dict[str, type[Any]] = {
     "top": TopOptions,
     "node": NodeOptions,
 }
-"""The options of each command; its function is the ``run`` of the module of its name."""
+"""The options of each command; its function is ``run`` in ``NAME_command.py``."""

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from gleanrl.memory.trees import nest, tensordict_over
+from gleanrl.memory.tensordicts import nest, tensordict_over
 
 
 def test_it_is_what_the_public_constructor_makes():

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gleanrl.cli.command_options import InspectOptions
 from gleanrl.cli.display import print_table
-from gleanrl.cli.options import InspectOptions
 from gleanrl.core.errors import GleanError
 from gleanrl.core.platforms import imported
 from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, Metadata, size
-from gleanrl.recording.episodes import EpisodeStats, describe_episodes, total
+from gleanrl.recording.episode_stats import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 from gleanrl.watch.progress import plain
 

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gleanrl.cli.command_options import BenchOptions, CollectOptions
 from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
-from gleanrl.cli.options import BenchOptions, CollectOptions
 from gleanrl.cli.topology import (
     batch_steps,
     call,

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 
-from gleanrl.cli.options import NodeOptions
+from gleanrl.cli.command_options import NodeOptions
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.handshake import SECRET, Invitation, secret_from
 from gleanrl.transport.node import run_node

@@ -21,8 +21,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from gleanrl.cli.command_options import TopOptions
 from gleanrl.cli.display import plural, print_table
-from gleanrl.cli.options import TopOptions
 from gleanrl.core.deadline import Deadline
 from gleanrl.watch.progress import clock_time, number, plain
 from gleanrl.watch.status import OFF, StatusError, collections

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gleanrl.cli.command_options import ConvertOptions
 from gleanrl.cli.display import print_table
-from gleanrl.cli.options import ConvertOptions
 from gleanrl.recording.dataset import Dataset, size
 from gleanrl.recording.recorder import convert_dataset
 
