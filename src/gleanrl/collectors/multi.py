@@ -142,6 +142,8 @@ class MultiAsyncCollector(MultiCollector):
 class AsyncCollector(MultiAsyncCollector):
     """One worker that collects while the learner learns.
 
+    It acts with a copy of the policy: call `update_policy_weights_` after each optimizer step.
+
     Example:
         >>> from gleanrl.collectors import AsyncCollector
         >>> with AsyncCollector("CartPole-v1", frames_per_batch=32, total_frames=64) as collector:

@@ -24,10 +24,9 @@ class RayCollector(CollectorWithWorkers):
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
     worker of a `MultiCollector`. With ``sync=True`` a batch is a stack of one rollout of every
-    actor, otherwise the rollout of whichever was first. A rollout is one object in Ray's store. One
-    of 256 KB or more that makes a whole batch is handed out where it lies, as memory of yours to
-    read and write, for as long as a quarter of the store suffices; others are copied once into
-    memory of this process. Weights are one object per update for all actors.
+    actor, otherwise the rollout of whichever was first. A rollout is one object in
+    Ray's store, which this process copies once into the memory of the batch. Weights are one object
+    per update for all actors.
 
     If this process is not connected to Ray, the collector starts it, or connects to the cluster
     that ``ray_init_config={"address": ...}`` names, and disconnects when it is shut down. Needs
