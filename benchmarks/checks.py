@@ -36,7 +36,7 @@ def first_batches(systems: Mapping[str, System]) -> list[str]:
     Returns:
         One line of text per system; lines that start with `WRONG` are disagreements.
     """
-    return _compared(systems, _compare)
+    return _compared(systems, _values)
 
 
 def random_batches(systems: Mapping[str, System]) -> list[str]:
@@ -45,7 +45,7 @@ def random_batches(systems: Mapping[str, System]) -> list[str]:
     Returns:
         As `first_batches`.
     """
-    return _compared(systems, _compare_random)
+    return _compared(systems, _random_values)
 
 
 def _compared(systems: Mapping[str, System], compare: Callable[[Fields, Fields], str]) -> list[str]:
@@ -53,22 +53,18 @@ def _compared(systems: Mapping[str, System], compare: Callable[[Fields, Fields],
     reference: Fields = {}
     lines = []
     for name, system in systems.items():
-        fields = _first(system)
-        if not fields:
+        torch.manual_seed(_SEED)
+        system.collect_batch()
+        if not (fields := _copied(system)):
             continue
         line = f"{name}: {consistent(fields)}"
         if reference:
-            line += f"; {compare(reference, fields)}"
+            line += f"; {_shapes(reference, fields)}"
+            line += "" if "DIFFERENT" in line else f", {compare(reference, fields)}"
         else:
             reference = fields
         lines.append(f"{WRONG} {line}" if _BAD.search(line) else line)
     return lines
-
-
-def _first(system: System) -> Fields:
-    torch.manual_seed(_SEED)
-    system.collect_batch()
-    return _copied(system)
 
 
 def _copied(system: System) -> Fields:
@@ -76,27 +72,21 @@ def _copied(system: System) -> Fields:
     return {name: value.copy() for name, value in system.fields().items()}
 
 
-def _compare(ours: Fields, theirs: Fields) -> str:
-    shared, text = _shapes(ours, theirs)
-    if "DIFFERENT" in text:
-        return text
+def _values(ours: Fields, theirs: Fields) -> str:
+    """Compare the values of all fields that both have."""
     mine, other = _rows(ours, theirs)
+    shared = sorted(set(ours) & set(theirs))
     different = [name for name in shared if not _equal(name, ours[name][mine], theirs[name][other])]
-    return text + (
-        f", DIFFERENT VALUES in {', '.join(different)}" if different else ", equal values"
-    )
+    return f"DIFFERENT VALUES in {', '.join(different)}" if different else "equal values"
 
 
-def _compare_random(ours: Fields, theirs: Fields) -> str:
-    """Compare shapes, first observations and how often each action was drawn."""
-    _, text = _shapes(ours, theirs)
-    if "DIFFERENT" in text:
-        return text
+def _random_values(ours: Fields, theirs: Fields) -> str:
+    """Compare first observations and how often each action was drawn."""
     if not np.allclose(ours["observation"][:, 0], theirs["observation"][:, 0]):
-        text += ", DIFFERENT first observations"
+        return "DIFFERENT first observations"
     actions = 1 + max(int(fields["action"].max()) for fields in (ours, theirs))
     uneven = [_uneven(fields["action"], actions) for fields in (ours, theirs)]
-    return text + (", DIFFERENT frequencies of actions" if any(uneven) else ", even actions")
+    return "DIFFERENT frequencies of actions" if any(uneven) else "even actions"
 
 
 def _uneven(action: np.ndarray[Any, Any], count: int) -> bool:
@@ -105,19 +95,19 @@ def _uneven(action: np.ndarray[Any, Any], count: int) -> bool:
     return bool((np.abs(share - 1 / count) > 5 * np.sqrt(1 / count / action.size)).any())
 
 
-def _shapes(ours: Fields, theirs: Fields) -> tuple[list[str], str]:
-    """Return the names of the fields that both have, and how their shapes compare."""
+def _shapes(ours: Fields, theirs: Fields) -> str:
+    """Compare the shapes of the fields that both have."""
     shared = sorted(set(ours) & set(theirs))
-    missing = sorted(set(ours) - set(theirs))
     shapes = [
         f"{name} {ours[name].shape} / {theirs[name].shape}"
         for name in shared
         if ours[name].shape != theirs[name].shape
     ]
     if shapes:
-        return shared, f"DIFFERENT SHAPES {', '.join(shapes)}"
+        return f"DIFFERENT SHAPES {', '.join(shapes)}"
+    missing = sorted(set(ours) - set(theirs))
     without = f", without {', '.join(missing)}" if missing else ""
-    return shared, f"{len(shared)} fields of equal shape{without}"
+    return f"{len(shared)} fields of equal shape{without}"
 
 
 def _rows(ours: Fields, theirs: Fields) -> tuple[np.ndarray, np.ndarray]:

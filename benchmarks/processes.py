@@ -21,21 +21,26 @@ _TRACKER_S = 10.0
 """Longest wait for a resource tracker to remove semaphores and shared memory."""
 
 
+def descendants(pid: int) -> dict[int, bool]:
+    """Return the ids of all processes below ``pid`` but zombies, and whether each has children."""
+    stats = dict(_stats())
+    children: dict[int, list[int]] = {}
+    for child, stat in stats.items():
+        children.setdefault(int(stat[1]), []).append(child)
+    found, queue = list[int](), [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        queue += below
+        found += below
+    return {child: child in children for child in found if stats[child][0] != "Z"}
+
+
 def workers() -> set[int]:
     """Return the ids of all processes below this one that have no children themselves.
 
     Servers that fork workers are left out: they are shared, and a stopped one starts no worker.
     """
-    children: dict[int, list[int]] = {}
-    for pid, stat in _stats():
-        children.setdefault(int(stat[1]), []).append(pid)
-    found: set[int] = set()
-    queue = [os.getpid()]
-    while queue:
-        below = children.get(queue.pop(), [])
-        queue += below
-        found.update(pid for pid in below if pid not in children)
-    return found
+    return {pid for pid, has_children in descendants(os.getpid()).items() if not has_children}
 
 
 def _stats() -> Iterator[tuple[int, list[str]]]:

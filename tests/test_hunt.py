@@ -1,9 +1,12 @@
 """A sample of the standing hunt, and what its checks find."""
 
 import inspect
+import os
+import time
 
 import pytest
 import torch
+from tools import trials
 from tools.hunt import run as hunting
 from tools.hunt.cases import ALWAYS, EXCUSED, OPTIONS, Case, draw
 from tools.hunt.checks import Checker, Wrong
@@ -96,3 +99,28 @@ def test_a_planted_error_is_found(damage):
     damage(batches)
     with pytest.raises(Wrong):
         check(batches)
+
+
+def raising():
+    raise ArithmeticError("on purpose")
+
+
+def dying():
+    os.write(2, b"last words")
+    os._exit(3)
+
+
+ENDS = {
+    "right": (lambda: "right", "right"),
+    "raising": (raising, "wrong ArithmeticError: on purpose"),
+    "dying": (dying, "wrong ended with code 3: last words"),
+    "hanging": (lambda: str(time.sleep(60)), "wrong hangs for 1 s"),
+}
+
+
+def test_a_trial_answers_raises_dies_or_hangs():
+    calls = [(name, call) for name, (call, _) in ENDS.items()]
+    found = dict(trials.answers(calls, limit_s=1.0, jobs=2))
+    assert found.keys() == ENDS.keys()
+    for name, said in found.items():
+        assert said.startswith(ENDS[name][1])

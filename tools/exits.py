@@ -5,22 +5,22 @@ Each script starts a collector (or an evaluator) and ends while it works: at its
 Any exit code or line on stderr that such a script would not have without a collector is an event.
 ::
 
-    python -m tools.exits [--exits 200] [--jobs 2] [--seed 0]
+    python -m tools.exits [--cases 200] [--jobs 2] [--seed 0]
 
 Interpreters are forked from one that has imported everything, and exit like any other.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+
+from tools import trials
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/processes"))
 import warm  # type: ignore[import-not-found]  # of the tests
@@ -113,6 +113,7 @@ else:
     started = begin()
     finish()
 """
+LIMIT_S = 120.0
 KINDS = ("inline", "sync", "async", "learner", "prefetch", "evaluator")
 EXPECTED = {
     "end": (0, ""),
@@ -127,50 +128,39 @@ EXPECTED = {
     "kernel": (0, ""),
 }
 """Exit code and last line of stderr of each way to end."""
+PAIRS = [(kind, ending) for kind in KINDS for ending in EXPECTED]
 
 
-def one(case: tuple[str, str, float, float]) -> tuple[str, str]:
-    """Run a script; return its kind and ending, and what was not expected of it."""
-    kind, ending, delay, switch = case
+def one(kind: str, ending: str, delay: float, switch: float) -> str:
+    """Run a script; tell what was not expected of it."""
     command = [str(warm.START), "-c", SCRIPT, kind, ending, str(delay), str(switch)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired as err:
-        return f"{kind} {ending}", f"hangs: {err.stderr!r:.2000}"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     code, last = EXPECTED[ending]
     lines = done.stderr.strip().splitlines() or [""]
     wanted = done.returncode == code and lines[-1] == last
-    wanted = wanted and done.stderr.count("Traceback (") == bool(last)
-    event = "" if wanted else f"exit code {done.returncode}: {done.stderr[-2000:]}"
-    return f"{kind} {ending}", event
+    if wanted and done.stderr.count("Traceback (") == bool(last):
+        return "as expected"
+    return f"{trials.WRONG}exit code {done.returncode}: {done.stderr[-2000:]}"
 
 
-def main() -> None:
-    """Run scripts and print events."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--exits", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def draw(number: int) -> tuple[str, trials.Call]:
+    """Return kind and call of the exit of a number."""
+    chance = random.Random(number)
+    kind, ending = PAIRS[number % len(PAIRS)]
+    delay = chance.choice((0.0, chance.uniform(0, 0.05)))
+    call = partial(one, kind, ending, delay, chance.choice((0, 1e-6)))
+    return f"{kind} {ending}", call
+
+
+def main() -> int:
+    """Run scripts; return 1 if one ended otherwise than expected."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    draw = random.Random(options.seed)
-    pairs = [(kind, ending) for kind in KINDS for ending in EXPECTED]
-    cases = [
-        (*pairs[n % len(pairs)], draw.choice((0.0, draw.uniform(0, 0.05))), draw.choice((0, 1e-6)))
-        for n in range(options.exits)
-    ]
     # A shell's background job ignores Ctrl-C, and so would the scripts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warm.open_door()
-    events: Counter[str] = Counter()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for name, event in pool.map(one, cases):
-            if event:
-                events[name] += 1
-                print(f"{name}: {event}", flush=True)
-    print(f"{events.total()} events in {options.exits} exits", dict(events) or "")
-    sys.exit(bool(events))
+    found = trials.main("exits", __doc__, draw, LIMIT_S, cases=200)
+    return int(any(each.wrong for each in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,25 @@
 """Damages saved replay buffers and datasets, and watches how they are read.
 
-``python -m tools.fuzz --files 2000 --seed 0`` makes one of each kind, and damages a copy in one to
-three ways for every file of the run. A process of its own reads it. That process must end within
-the deadline and must need little memory. It either reads data, or raises a named error of
-the library; then the buffer that it was to be loaded into is unchanged. The same seed and number
-is the same damage: ``--only N`` repeats one.
+``python -m tools.fuzz --cases 2000 --seed 0`` makes one of each kind, and damages a copy in one to
+three ways for every case. A process of its own reads it. That process must end within the deadline
+and must need little memory. It either reads data, or raises a named error of the library; then the
+buffer that it was to be loaded into is unchanged. The same number is the same damage: ``--only N``
+repeats one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
 import os
 import random
 import resource
-import select
 import shutil
-import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from tensordict import TensorDict
 import gleanrl
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
+from tools import trials
 
 DEADLINE_S = 20
 MOST_GROWTH_KB = 512 << 10
@@ -298,92 +296,36 @@ def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
 # -- one file --------------------------------------------------------------------------------------
 
 
-def attempt(path: Path, chance: random.Random) -> tuple[bool, str]:
-    """Read ``path`` in a process of its own; return whether all is well, and what happened."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _answer(path, chance, writing)
-    os.close(writing)
-    with open(reading, "rb") as answers:
-        in_time = bool(select.select([answers], [], [], DEADLINE_S)[0])
-        if not in_time:
-            os.kill(child, signal.SIGKILL)
-        said = answers.read().decode()
-    status = os.waitpid(child, 0)[1]
-    if not in_time:
-        return False, f"hangs for {DEADLINE_S} s"
-    if status or not said:
-        return False, f"ends with status {status}: {said}"
-    return said[0] == "+", said[1:]
-
-
-def _answer(path: Path, chance: random.Random, to: int) -> None:
-    """Say what reading ``path`` comes to, and end this process."""
-    try:
+def attempt(number: int, whole: Path) -> str:
+    """Damage a copy of something below ``whole`` and read it; return what became of it."""
+    chance = random.Random(number)
+    kinds = sorted(whole.iterdir())
+    foreign = [path for path in sorted(whole.rglob("*")) if path.is_file()]
+    kind = kinds[number % len(kinds)]
+    with tempfile.TemporaryDirectory(dir=whole.parent) as place:
+        folder = shutil.copytree(kind, Path(place, kind.name))
+        damage(folder, foreign, chance)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        said = f"+{read(path, chance)}"
+        said = read(folder, chance)
         growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        if growth > MOST_GROWTH_KB:
-            said = f"-takes {growth >> 10} MiB"
-    except BaseException as err:
-        where = err.__traceback__
-        while where is not None and where.tb_next is not None:
-            where = where.tb_next
-        place = "" if where is None else f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}"
-        said = f"-{type(err).__name__}: {str(err)[:200]} ({place})"
-    os.write(to, said.encode())
-    os._exit(0)
+    return said if growth <= MOST_GROWTH_KB else f"{trials.WRONG}takes {growth >> 10} MiB"
 
 
-def run(files: range, seed: int, show: bool = False) -> tuple[Counter[str], list[str]]:
-    """Damage and read one copy for each number; return how often what happened, and what is wrong.
-
-    Args:
-        files: Numbers of the damages.
-        seed: Of all damages.
-        show: Print what is wrong as it is found.
-    """
-    happened: Counter[str] = Counter()
-    wrong: list[str] = []
+@contextlib.contextmanager
+def drawing() -> Iterator[Callable[[int], tuple[str, trials.Call]]]:
+    """Save one of each kind, and give what draws a damage of a copy."""
     with tempfile.TemporaryDirectory(prefix="gleanrl-fuzz-") as place:
-        root = Path(place)
-        make_all(root / "whole")
-        kinds = sorted((root / "whole").iterdir())
-        foreign = [path for path in sorted(root.rglob("*")) if path.is_file()]
-        for number in files:
-            chance = random.Random(f"{seed} {number}")
-            kind = kinds[number % len(kinds)]
-            folder = root / kind.name
-            shutil.copytree(kind, folder)
-            damage(folder, foreign, chance)
-            well, said = attempt(folder, chance)
-            shutil.rmtree(folder)
-            shutil.rmtree(root / "converted-v0", ignore_errors=True)
-            happened[said if well else "WRONG"] += 1
-            if not well:
-                wrong.append(f"{number}: {kind.name}: {said}")
-                if show:
-                    print(wrong[-1], flush=True)
-    return happened, wrong
+        whole = Path(place, "whole")
+        make_all(whole)
+        yield lambda number: (f"damage {number}", partial(attempt, number, whole))
 
 
 def main() -> int:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int)
-    options = parser.parse_args()
-    numbers = range(options.files)
-    if options.only is not None:
-        numbers = range(options.only, options.only + 1)
+    """Damage files; return 1 if one was read wrongly."""
     os.environ["RL_WARNINGS"] = "0"
-    happened, wrong = run(numbers, options.seed, show=True)
-    for said, count in happened.most_common():
-        print(f"{count:6}  {said}")
-    return 1 if wrong else 0
+    with drawing() as draw:
+        found = trials.main("fuzz", __doc__, draw, DEADLINE_S, cases=2000)
+    return int(any(one.wrong for one in found))
 
 
 if __name__ == "__main__":

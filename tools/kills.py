@@ -12,10 +12,9 @@ outlives it.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
+import math
 import os
 import random
 import signal
@@ -23,22 +22,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import gymnasium as gym
-import rich.progress
+import rich
 import rich.table
-import torch
-from tensordict.nn import TensorDictModule
+from benchmarks import policies
+from benchmarks.processes import descendants
 
 import gleanrl
+from tools import trials
 
 WORKERS = 2
 LATE_S = 5.0
@@ -61,27 +60,22 @@ class Case:
     """Seconds from the start of the victim to its end."""
 
 
-@dataclass
-class Outcome:
-    """The end of one case."""
-
-    seconds: float = 0.0
-    """From the kill to the error, or, if the learner was killed, to the end of all workers."""
-    wrong: str = ""
-    """Empty if all is right."""
-
-
 def die(note: Path) -> None:
     """Write down the time, then kill this process."""
     note.write_text(repr(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def doomed(after: float, note: Path) -> gym.Env[Any, Any]:
-    """Make an environment in a process that ends ``after`` seconds from now."""
+def doom(after: float, note: Path) -> None:
+    """Kill this process ``after`` seconds from now."""
     timer = threading.Timer(after, die, [note])
     timer.daemon = True
     timer.start()
+
+
+def doomed(after: float, note: Path) -> gym.Env[Any, Any]:
+    """Make an environment in a process that is killed ``after`` seconds from now."""
+    doom(after, note)
     return gym.make("CartPole-v1")
 
 
@@ -93,24 +87,9 @@ def factories(case: Case, note: Path) -> list[Callable[[], Any]]:
     return made
 
 
-def policy() -> TensorDictModule:
-    """Make a small deterministic policy."""
-
-    class Act(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 2)
-
-        def forward(self, observation: torch.Tensor) -> torch.Tensor:
-            scores: torch.Tensor = self.layer(observation)
-            return scores.argmax(-1)
-
-    return TensorDictModule(Act(), in_keys=["observation"], out_keys=["action"])
-
-
 def iterate(make: Callable[..., Any], case: Case, note: Path, **options: Any) -> None:
     """Collect and update weights until something raises; close the collector in any case."""
-    act = policy()
+    act = policies.POLICY
     collector = make(factories(case, note), act, frames_per_batch=64, total_frames=-1, **options)
     try:
         for _ in collector:
@@ -122,7 +101,7 @@ def iterate(make: Callable[..., Any], case: Case, note: Path, **options: Any) ->
 def fill(make: Callable[..., Any], case: Case, note: Path) -> None:
     """Fill a buffer in the background until something raises."""
     buffer = gleanrl.ReplayBuffer(storage=gleanrl.LazyTensorStorage(10_000), batch_size=32)
-    act = policy()
+    act = policies.POLICY
     collector = make(
         factories(case, note), act, frames_per_batch=64, total_frames=-1, replay_buffer=buffer
     )
@@ -162,42 +141,27 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def learn(case: Case, note: Path) -> Outcome:
-    """Run ``case`` in this process; return the outcome if a worker was the victim."""
+def learn(case: Case, note: Path) -> str:
+    """Run a case in this process; return whether it is right, and seconds from kill to error."""
     if case.victim == "learner":
-        timer = threading.Timer(case.after, die, [note])
-        timer.daemon = True
-        timer.start()
-    outcome = Outcome()
+        doom(case.after, note)
     before = descriptors()
     try:
         KINDS[case.kind](case, note)
-        outcome.wrong = "ended without an error"
     except gleanrl.WorkerDied as err:
-        outcome.seconds = time.monotonic() - float(note.read_text())
-        text = str(err)
-        named = f"worker {case.index}" in text or f"node {case.index}" in text
-        if not (named and "signal 9" in text):
-            outcome.wrong = f"named wrongly: {text}"
-    except Exception as err:
-        outcome.wrong = f"{type(err).__name__}: {err}"
-    if outcome.seconds > LATE_S:
-        outcome.wrong = f"named after {outcome.seconds:.1f} s"
+        seconds, text = time.monotonic() - float(note.read_text()), str(err)
+    else:
+        return f"{trials.WRONG}ended without an error"
+    if not (f"worker {case.index}" in text or f"node {case.index}" in text):
+        return f"{trials.WRONG}named wrongly: {text}"
+    if "signal 9" not in text:
+        return f"{trials.WRONG}names no signal: {text}"
+    if seconds > LATE_S:
+        return f"{trials.WRONG}named after {seconds:.1f} s"
     gc.collect()  # tracebacks hold the collector
-    if not outcome.wrong and descriptors() > before + 4:  # the zygote's stay
-        outcome.wrong = f"{descriptors() - before} descriptors stay open"
-    return outcome
-
-
-def children(pid: int) -> Iterator[int]:
-    """Yield the descendants of ``pid``, zombies left out."""
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                with suppress(OSError):
-                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        yield child
-                yield from children(child)
+    if descriptors() > before + 4:  # the zygote's stay
+        return f"{trials.WRONG}{descriptors() - before} descriptors stay open"
+    return f"right\n{seconds}"
 
 
 def alone() -> bool:
@@ -205,7 +169,7 @@ def alone() -> bool:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    return not any(children(os.getpid()))
+    return not descendants(os.getpid())
 
 
 def until(condition: Callable[[], Any], seconds: float) -> bool:
@@ -218,80 +182,58 @@ def until(condition: Callable[[], Any], seconds: float) -> bool:
     return True
 
 
-def in_a_learner(case: Case, folder: Path) -> Outcome:
-    """Run ``case`` in a forked process; look at what it leaves behind."""
-    note, report = folder / "note", folder / "report"
-    for path in (note, report):
-        path.unlink(missing_ok=True)
-    shared = set(os.listdir("/dev/shm"))
-    learner = os.fork()
-    if learner == 0:
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        try:
-            report.write_text(json.dumps(asdict(learn(case, note))))
-        finally:
-            os._exit(0)
-    outcome = Outcome()
-    if not until(lambda: os.waitpid(learner, os.WNOHANG)[0], CASE_S):
-        os.kill(learner, signal.SIGABRT)
-        os.waitpid(learner, 0)
-        outcome.wrong = "hangs: " + (folder / "log").read_text()[-500:]
-    elif case.victim == "worker":
-        outcome = Outcome(**json.loads(report.read_text())) if report.exists() else Outcome()
-        if not report.exists():
-            outcome.wrong = "the learner crashed: " + (folder / "log").read_text()[-500:]
-    gone = until(alone, LATE_S)
-    if case.victim == "learner" and note.exists():
-        outcome.seconds = time.monotonic() - float(note.read_text())
-    if not gone:
-        stay = list(children(os.getpid()))
-        names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in stay]
-        outcome.wrong = outcome.wrong or f"processes stay: {names}"
-        for pid in stay:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if rest := set(os.listdir("/dev/shm")) - shared:
-        outcome.wrong = outcome.wrong or f"stays in /dev/shm: {sorted(rest)}"
-    return outcome
+def outcome(case: Case) -> str:
+    """Run a case in a forked learner; return whether it is right, and the seconds of its end.
+
+    The seconds are those from the kill to the error, or to the end of all workers of a learner that
+    was killed.
+    """
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder, "note")
+        shared = set(os.listdir("/dev/shm"))
+        said = trials.answer(partial(learn, case, note), CASE_S)
+        gone = until(alone, LATE_S)
+        if case.victim == "learner":
+            if not (said.startswith(f"{trials.WRONG}ended with code -9") and note.exists()):
+                return f"{trials.WRONG}was not killed: {said}"
+            said = f"right\n{time.monotonic() - float(note.read_text())}"
+    if not gone and not said.startswith(trials.WRONG):
+        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(os.getpid())]
+        said = f"{trials.WRONG}processes stay: {names}"
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    rest = set(os.listdir("/dev/shm")) - shared
+    if rest and not said.startswith(trials.WRONG):
+        said = f"{trials.WRONG}stays in /dev/shm: {sorted(rest)}"
+    return said
 
 
-def draw(rng: random.Random) -> Case:
-    """Draw a case."""
+def draw(number: int) -> tuple[str, trials.Call]:
+    """Return kind and call of the case of a number."""
+    rng = random.Random(number)
     kind, victim = rng.choice(list(KINDS)), rng.choice(["worker", "worker", "learner"])
-    return Case(kind, victim, rng.randrange(WORKERS), rng.uniform(0, 1.0))
+    case = Case(kind, victim, rng.randrange(WORKERS), rng.uniform(0, 1.0))
+    return f"{kind}, {victim}", partial(outcome, case)
 
 
-def show(outcomes: dict[tuple[str, str], list[Outcome]]) -> rich.table.Table:
+def show(found: list[trials.Found]) -> rich.table.Table:
     """Make the table: a row per kind and victim."""
-    table = rich.table.Table("kind", "killed", "cases", "right", "median s", "slowest s")
-    for (kind, victim), found in sorted(outcomes.items()):
-        seconds = [one.seconds for one in found]
-        right = sum(not one.wrong for one in found)
+    table = rich.table.Table("kind, killed", "cases", "right", "median s", "slowest s")
+    for kind in sorted({one.kind for one in found}):
+        cases = [one for one in found if one.kind == kind]
+        seconds = [float(one.said.splitlines()[1]) for one in cases if not one.wrong] or [math.nan]
         times = f"{median(seconds):.3f}", f"{max(seconds):.3f}"
-        table.add_row(kind, victim, str(len(found)), str(right), *times)
+        table.add_row(kind, str(len(cases)), str(sum(not one.wrong for one in cases)), *times)
     return table
 
 
 def main() -> int:
     """Run the cases; return 1 if one was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tools.kills", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    rng = random.Random(options.seed)
-    outcomes: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        for number in rich.progress.track(range(options.cases), "killing"):
-            case = draw(rng)
-            outcome = in_a_learner(case, Path(folder))
-            outcomes[case.kind, case.victim].append(outcome)
-            if outcome.wrong:
-                rich.print(f"case {number}: {case}: [red]{outcome.wrong}")
-    rich.print(show(outcomes))
-    return int(any(one.wrong for found in outcomes.values() for one in found))
+    found = trials.main("kills", __doc__, draw, CASE_S + 2 * LATE_S, cases=100, alone=True)
+    rich.print(show(found))
+    return int(any(one.wrong for one in found))
 
 
 if __name__ == "__main__":

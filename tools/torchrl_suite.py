@@ -24,6 +24,10 @@ from tools.rebind import environment, rebind
 
 PUBLIC = Path(__file__).with_name("torchrl_public_tests.txt")
 PLACES = ("test/test_collectors.py", "test/collectors/test_collectors.py", "test_collectors.py")
+OPTIONS = (
+    "-n 1 --max-worker-restart 500 -p tools.torchrl_suite -p no:cacheprovider "
+    "-o faulthandler_timeout=0 --timeout-method=thread --tb=short --disable-warnings -qrfE"
+)
 LISTED = "GLEANRL_LISTED_TESTS"
 """Environment variable: a file with the names of the tests to run."""
 
@@ -74,23 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds a test may take")
     given = parser.parse_args(arguments)
     tests = find_tests(given.path)
-    command = [sys.executable, "-m", "pytest", tests.name, "-n", "1", "--max-worker-restart", "500"]
-    command += [
-        "-p",
-        "tools.torchrl_suite",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "faulthandler_timeout=0",
-    ]
-    command += [
-        f"--timeout={given.timeout}",
-        "--timeout-method=thread",
-        "--tb=short",
-        "--disable-warnings",
-        "-qrfE",
-    ]
-    command += ["-k", given.k] if given.k else []
+    chosen = ["-k", given.k] if given.k else []
+    limit = f"--timeout={given.timeout}"
+    command = [sys.executable, "-m", "pytest", tests.name, *OPTIONS.split(), limit, *chosen]
     listed = {} if given.all else {LISTED: str(PUBLIC)}
     with tempfile.TemporaryDirectory(prefix="torchrl-suite-") as directory:
         prepare(tests, Path(directory), torchrl=given.torchrl)

@@ -186,47 +186,28 @@ EXCUSED = {
 }
 _REGROUPS = ("trajs_per_batch", "trajs_per_write")
 _NEEDS_SINK = ("extend_buffer", "trajs_per_write")
-APART = (
-    {"trajs_per_batch", "split_trajs"},
-    {"trajs_per_write", "split_trajs"},
-    {"trajs_per_batch", "init_random_frames"},
-    {"trajs_per_write", "init_random_frames"},
-    {"trajs_per_batch", "preemptive_threshold"},
-    {"trajs_per_write", "preemptive_threshold"},
-    {"trajs_per_batch", "extend_buffer"},
-    {"trajs_per_write", "extend_buffer"},
-    {"trajs_per_batch", "track_traj_ids"},
-    {"trajs_per_batch", "reset_at_each_iter"},
-    {"trajs_per_write", "track_traj_ids"},
-    {"trajs_per_batch", "return_same_td"},
-    {"trajs_per_batch", "compact_obs"},
-    {"trajs_per_write", "compact_obs"},
-    {"trajs_per_batch", "set_truncated"},
-    {"trajs_per_write", "set_truncated"},
-    {"postproc", "compact_obs"},
-    {"postproc", "trajs_per_batch"},
-    {"postproc", "post_collect_hook"},
-    {"split_trajs", "track_traj_ids"},
-    {"split_trajs", "return_same_td"},
-    {"split_trajs", "extend_buffer"},
-    {"exploration_type", "exploration_mode"},
-    {"weight_updater", "weight_sync_schemes"},
-    {"weight_updater", "policy_factory"},
-    {"weight_updater", "update_at_each_batch"},
-    {"max_weight_update_interval", "update_interval"},
-    {"sync", "on_failure"},
-    {"collector_class", "front_door"},
-    {"num_workers", "front_door"},
-    {"interruptor", "preemptive_threshold"},
-    {"interruptor", "collector_class"},
-)
-"""Pairs of arguments that contradict each other, or that leave the checks nothing to say."""
+_REGROUPED = "split_trajs init_random_frames preemptive_threshold extend_buffer track_traj_ids"
+_REGROUPED += " compact_obs set_truncated"
+APART = {
+    "trajs_per_batch": f"{_REGROUPED} reset_at_each_iter return_same_td postproc",
+    "trajs_per_write": _REGROUPED,
+    "postproc": "compact_obs post_collect_hook",
+    "split_trajs": "track_traj_ids return_same_td extend_buffer",
+    "exploration_type": "exploration_mode",
+    "weight_updater": "weight_sync_schemes policy_factory update_at_each_batch",
+    "max_weight_update_interval": "update_interval",
+    "sync": "on_failure",
+    "front_door": "collector_class num_workers",
+    "interruptor": "preemptive_threshold collector_class",
+}
+"""Arguments that contradict each other, or that leave the checks nothing to say."""
+_PAIRS = [{one, other} for one, others in APART.items() for other in others.split()]
 
 
 def allowed(case: Case, name: str) -> bool:
     """Tell whether an argument goes with the rest of a case; the collector's class is asked too."""
     drawn = case.options
-    apart = any(name in pair and (pair - {name}) & set(drawn) for pair in APART)
+    apart = any(name in pair and (pair - {name}) & set(drawn) for pair in _PAIRS)
     native = case.env in ("native", "agents", "torchrl")
     rules = {
         "traj_format": "trajs_per_batch" in drawn,

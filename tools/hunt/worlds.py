@@ -213,6 +213,13 @@ class Native(EnvBase):
         torch.manual_seed(seed or 0)
 
 
+def _torchrl(env: gym.Env[Any, Any]) -> Any:
+    """Return ``env`` as TorchRL's own wrapper shows it, with two of its transforms."""
+    from torchrl.envs import GymWrapper, InitTracker, StepCounter, TransformedEnv
+
+    return TransformedEnv(GymWrapper(env), StepCounter()).append_transform(InitTracker())
+
+
 def _native_specs() -> tuple[Any, ...]:
     from gleanrl.data import Binary, Bounded, Composite, Unbounded
 
@@ -254,9 +261,7 @@ def make_one(
     if kind == "native":
         return Native(number, draws, bonus)
     if kind == "torchrl":
-        from tools.hunt.torchrl_world import wrapped
-
-        return wrapped(Certified(number, "fresh", draws, bonus))
+        return _torchrl(Certified(number, "fresh", draws, bonus))
     return Certified(number, kind, draws, bonus)
 
 
