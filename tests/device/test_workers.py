@@ -97,6 +97,32 @@ def test_workers_draw_different_numbers_on_their_devices(standin):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("threshold", [0, 0.5])
+def test_rollouts_that_are_stopped_for_others_are_the_same(threshold):
+    options = {"backend": "inline", "preemptive_threshold": threshold}
+    make = partial(MultiSyncCollector, [Walk] * 2, **options)
+    there = train(make, "recurrent", "cpu", policy_device=ON, storing_device=ON)
+    check_same(there, train(make, "recurrent", "cpu"))
+    assert not any(batch["collector", "mask"].all() for batch in there)
+
+
+@pytest.mark.parametrize(
+    ("named", "updated"),
+    [(ON, [1, 1]), ("standin:0", [1, 0]), ("standin:1", [0, 1]), (["standin:1", 0], [1, 1])],
+)
+def test_weights_go_to_the_workers_of_a_device(named, updated):
+    with MultiSyncCollector(
+        [Walk] * 2,
+        recurrent(),
+        frames_per_batch=24,
+        policy_device=[ON, "standin:1"],
+        track_policy_version=True,
+        backend="inline",
+    ) as collector:
+        collector.update_policy_weights_(worker_ids=named)
+        assert collector.next()["policy_version"][:, 0].tolist() == updated
+
+
 def test_an_asynchronous_rollout_is_whole(standin):
     with MultiAsyncCollector(
         walks(standin), recurrent().to(ON), frames_per_batch=16, storing_device=ON
@@ -162,6 +188,7 @@ STORAGES = {
     "there": lambda device, folder: LazyTensorStorage(60, device=device),
     "there, by environment": lambda device, folder: LazyTensorStorage(60, device=device, ndim=2),
     "memmap": lambda device, folder: LazyMemmapStorage(60, scratch_dir=folder),
+    "compact": lambda device, folder: LazyTensorStorage(60, compact=True),
 }
 SAMPLERS = {
     "random": RandomSampler,

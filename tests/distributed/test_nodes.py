@@ -1,5 +1,6 @@
 """DistributedCollector over local nodes: the inline data, exact weights, named failures."""
 
+import contextlib
 import functools
 import os
 import select
@@ -609,3 +610,26 @@ def test_large_rollouts_of_nodes_fill_a_buffer_in_the_background_at_full_speed()
         rig.until(lambda: collector.stats()["frames"] >= 30 * 400)
     finally:
         collector.shutdown()
+
+
+def patience():
+    """Return for how many milliseconds the learner may leave what this node sent unread."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as own:
+            if own.family == socket.AF_INET and own.type == socket.SOCK_STREAM:
+                found.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return max(found)  # torch's own sockets have none
+
+
+def patient():
+    env = rig.growing()
+    env.patience = patience
+    return env
+
+
+def test_after_ragged_data_a_learner_that_is_gone_is_noticed_as_before():
+    with nodes(patient, sync=True, heartbeat=7.0) as collector:
+        for _ in range(3):
+            assert collector.map_fn("env.patience", [()]) == [7000]
+            collector.next()

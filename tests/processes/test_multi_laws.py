@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
 from collections import defaultdict
 from pathlib import Path
 
@@ -575,6 +576,20 @@ def test_an_interruptor_ends_rollouts(backend):
         open_two("sync", preemptive_threshold=1.5)
     with pytest.warns(UserWarning, match="preemptive_threshold"):
         open_two("async", preemptive_threshold=0.5).shutdown()
+
+
+def test_a_stop_inside_a_round_holds_for_the_next():
+    """The end of a preempted round lowers the byte that the stop raises."""
+    interruptor = Interruptor()
+    options = {"interruptor": interruptor, "frames": 50, "preemptive_threshold": 0.5}
+    with open_two("sync", **options) as collector:
+        for _ in range(30):
+            stopping = threading.Thread(target=interruptor.stop_collection)
+            stopping.start()
+            collector.next()
+            stopping.join()
+            assert collector.next()["collector", "mask"].sum(-1).eq(1).all()
+            interruptor.start_collection()
 
 
 def test_an_interruptor_cannot_be_sent_away():
