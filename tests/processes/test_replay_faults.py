@@ -217,14 +217,14 @@ def test_a_child_forked_while_a_list_was_written_can_write_it():
 OPEN_TWICE = """
 import gleanrl.memory.shared as shared, threading, contextlib
 both, opened = threading.Barrier(2), []
-open_file = shared.Handle.open
+open_file = shared.FileAddress.open
 
 def slow(self):
     with contextlib.suppress(threading.BrokenBarrierError):
         both.wait(2)  # both threads get here, unless one waits for the other
     return open_file(self)
 
-shared.Handle.open = slow
+shared.FileAddress.open = slow
 threads = [threading.Thread(target=lambda: opened.append(pickle.loads(blob))) for _ in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

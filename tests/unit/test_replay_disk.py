@@ -74,20 +74,21 @@ def test_dumps_at_once_leave_one_whole_dump(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_dump_removes_what_the_dead_left_and_nothing_that_is_being_written(tmp_path):
-    dead, written = (tmp_path / ("data-" + digit * 32) for digit in "01")
-    for folder in (dead, written):
-        folder.mkdir()
-        (folder / "0.bin").write_bytes(b"part")
-    fd = os.open(written, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    buffer(10).dumps(tmp_path)
-    assert not dead.exists()
-    assert written.exists()
+def test_a_dump_waits_for_one_that_is_being_written_and_removes_what_the_dead_left(tmp_path):
+    dead = tmp_path / ("data-" + "0" * 32)
+    dead.mkdir()
+    (dead / "0.bin").write_bytes(b"part")
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as another process does while it writes
+    thread = threading.Thread(target=buffer(10).dumps, args=(tmp_path,))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert list(tmp_path.iterdir()) == [dead]
     os.close(fd)
-    buffer(20).dumps(tmp_path)
-    assert not written.exists()
-    assert numbers(tmp_path) == list(range(20))
+    thread.join()
+    assert not dead.exists()
+    assert numbers(tmp_path) == list(range(10))
 
 
 def successive(first, count, shift):

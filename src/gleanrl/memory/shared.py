@@ -36,7 +36,7 @@ def identity_of(status: os.stat_result) -> Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class FileAddress:
     """The address of a file for another process of the same user; can be pickled."""
 
     pid: int
@@ -44,7 +44,7 @@ class Handle:
     identity: Identity
 
     @classmethod
-    def of(cls, fd: int) -> Handle:
+    def of(cls, fd: int) -> FileAddress:
         """Describe a descriptor of this process, which keeps it open."""
         return cls(os.getpid(), fd, identity_of(os.fstat(fd)))
 
@@ -140,17 +140,19 @@ class SharedMemory:
         self._closing()
 
     def __reduce__(self) -> Any:
-        return _opened, (Handle.of(self.fd),)
+        return _opened, (FileAddress.of(self.fd),)
 
 
-def _opened(handle: Handle) -> SharedMemory:
-    return SharedMemory(handle.open())
+def _opened(address: FileAddress) -> SharedMemory:
+    return SharedMemory(address.open())
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
     """The files of a version of the kernel's control groups for the limits of a group."""
 
+    top: str
+    """The folder of the outermost group."""
     limit: str
     used: str
     cache: tuple[str, ...]
@@ -159,11 +161,12 @@ class _Version:
 
 _VERSIONS = {
     1: _Version(
+        "sys/fs/cgroup/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         ("total_inactive_file", "total_active_file"),
     ),
-    2: _Version("memory.max", "memory.current", ("inactive_file", "active_file")),
+    2: _Version("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
 }
 
 
@@ -177,10 +180,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """
     lines = _lines(root / "proc/meminfo")
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    for version, folder in _groups(root):
-        left = _free(_VERSIONS[version], folder)
-        if left is not None:
-            free.append(left)
+    limits = [_free(version, folder) for version, folder in _groups(root)]
+    free += [left for left in limits if left is not None]
     return min(free, default=None)
 
 
@@ -207,24 +208,16 @@ def check_memory(
         )
 
 
-def _groups(root: Path) -> Iterator[tuple[int, Path]]:
+def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
     """Yield the control groups that bound this process, from its own to the outermost."""
-    paths = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            paths[1 if controllers else 2] = path
-    for line in _lines(root / "proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        version = {"cgroup": 1, "cgroup2": 2}.get(kind)
-        if version not in paths or (version == 1 and "memory" not in options.split(",")):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        mounted, place = before.split(" ")[3:5]
-        top = root / place.lstrip("/")
-        # A container sees its own group as the top, and may be told a path outside of it.
-        path = paths[version].removeprefix(mounted) if mounted != "/" else paths[version]
+        version = _VERSIONS[1 if controllers else 2]
+        top = root / version.top
         folder = top / path.lstrip("/")
+        # A container sees its own group as the top, and may be told a path outside of it.
         if ".." in path or not folder.is_dir():
             folder = top
         while folder != top:
@@ -250,7 +243,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def two_turns() -> None:
+def lock_fence() -> None:
     """Order earlier loads before later loads, and earlier stores before later stores.
 
     What Python can promise: aligned 64-bit words that numpy reads and writes in one element are
@@ -267,9 +260,9 @@ def two_turns() -> None:
         turn.release()
 
 
-def nothing() -> None:
+def no_fence() -> None:
     """Do nothing, because x86-64 needs nothing."""
 
 
-fence = nothing if platform.machine() in {"x86_64", "AMD64"} else two_turns
-"""Orders memory that is read while another thread or process writes it; see `two_turns`."""
+fence = no_fence if platform.machine() in {"x86_64", "AMD64"} else lock_fence
+"""Orders memory that is read while another thread or process writes it; see `lock_fence`."""

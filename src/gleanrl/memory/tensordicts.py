@@ -35,8 +35,9 @@ def tensordict_over(
     The public constructor checks every tensor, which costs as much as collecting a short rollout;
     what comes from a slab was laid out by us. A test holds this against that constructor.
     """
-    inner = {group.key: (group.shape, list(group.names)) for group in groups}
-    return _build(nest(flat), (), torch.Size(shape), list(names), inner)
+    tree = nest(dict(zip(flat, range(len(flat)), strict=True)))
+    inner = {group.key: group for group in groups}
+    return build(tree, [*flat.values()], torch.Size(shape), names, inner)
 
 
 def batch_over(window: Window, layout: Layout) -> TensorDict:
@@ -49,19 +50,37 @@ def batch_over(window: Window, layout: Layout) -> TensorDict:
     return tensordict_over(views, shape, names, layout.groups)
 
 
-def _build(
-    tree: dict[str, Any],
-    at: Key,
+def build(
+    tree: Mapping[str, Any],
+    values: Sequence[torch.Tensor],
     shape: torch.Size,
-    names: list[str | None],
-    inner: Mapping[Key, tuple[tuple[int, ...], list[str | None]]],
+    names: Sequence[str | None] | None,
+    groups: Mapping[Key, Group],
+    device: torch.device | None = None,
+    at: Key = (),
 ) -> TensorDict:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            tree[name] = _build(value, (*at, name), shape, names, inner)
-    more, their_names = inner.get(at, ((), []))
-    size = torch.Size((*shape, *more)) if more else shape
-    return TensorDict._new_unsafe(source=tree, batch_size=size, names=[*names, *their_names])
+    """Return the `TensorDict` of ``tree``, which has indices of ``values`` at its leaves.
+
+    Args:
+        tree: As `nest` makes it.
+        values: Tensors that all begin with ``shape``.
+        shape: The batch size, of nested parts without a group as well.
+        names: The names of its dimensions.
+        groups: Nested parts with further dimensions, by key.
+        device: Of all tensors, or ``None`` if the result is to have none.
+        at: The key of ``tree``.
+    """
+    source: dict[str, Any] = {}
+    for name, part in tree.items():
+        leaf = part.__class__ is int  # no call
+        source[name] = (
+            values[part] if leaf else build(part, values, shape, names, groups, device, (*at, name))
+        )
+    named = None if names is None else [*names]
+    if groups and (group := groups.get(at)) is not None:
+        named = [*(named or [None] * len(shape)), *group.names]
+        shape = torch.Size((*shape, *group.shape))
+    return TensorDict._new_unsafe(source=source, batch_size=shape, names=named, device=device)
 
 
 def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:

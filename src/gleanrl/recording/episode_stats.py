@@ -202,7 +202,7 @@ def total(dataset: Dataset) -> EpisodeStats | None:
             gained = [gain[rows] for gain in gains]
             stats.add(
                 mean_rewards(gained, (1, len(gained[0]))),
-                _side_by_side(flags, rows, torch.bool).any(1).numpy()[None],
+                _any_of(flags, rows)[None],
                 None if ids is None else ids[:, rows],
             )
     if TRAJ_IDS in keys and dataset.writers > 1 and is_count(count) and count:
@@ -210,10 +210,10 @@ def total(dataset: Dataset) -> EpisodeStats | None:
     return stats
 
 
-def _side_by_side(columns: list[torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements of some rows of several entries, ``[rows, elements]``."""
-    parts = [column[rows].to(dtype) for column in columns]
-    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+def _any_of(flags: list[torch.Tensor], rows: slice) -> Array:
+    """Tell for each of some rows whether any element of any entry is true."""
+    parts = [flag[rows].to(torch.bool) for flag in flags]
+    return torch.cat([part.reshape(len(part), -1) for part in parts], 1).any(1).numpy()
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ def _of_part(part: Part, flags: tuple[Key, ...]) -> list[Episode]:
     ids, ends = part.read(TRAJ_IDS).reshape(part.frames), [part.read(key) for key in flags]
     for rows in part.chunks():
         here = ids[rows].numpy()
-        ended = _side_by_side(ends, rows, torch.bool).any(1).numpy()
+        ended = _any_of(ends, rows)
         starts = _run_starts(here, ended)
         for start, stop in zip(starts, np.append(starts[1:], len(here)), strict=True):
             number = int(here[start])

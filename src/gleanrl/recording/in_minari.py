@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import h5py
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from minari.data_collector import EpisodeBuffer
 from minari.dataset.minari_storage import MinariStorage
 from minari.serialization import deserialize_space
@@ -21,19 +23,17 @@ from minari.serialization import deserialize_space
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import ACTION, END_FLAGS, NEXT, OBSERVATION, TRAJ_IDS, Key
 from gleanrl.core.window import Array
-from gleanrl.envs.spaces import Leaf, leaf_field, observation_leaves, rebuild, space_leaves
+from gleanrl.envs.factory import make_gym
+from gleanrl.envs.spaces import Actions, Leaf, leaf_field, observation_leaves, rebuild, space_leaves
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import DATA, NO_OBSERVATION, Dataset, Metadata, Part
 from gleanrl.recording.episode_stats import Episode, end_keys, episodes_of
-from gleanrl.recording.origin import decoder, env_spec, make_env
 
 Space: TypeAlias = gym.Space[Any]
 Files: TypeAlias = Mapping[Key, TensorFile]
 _BATCH_BYTES = 1 << 25
 """Episodes of so many bytes are handed to Minari at once."""
-_NOT_A_SPACE = (LookupError, ValueError, TypeError, AttributeError, AssertionError)
-"""Minari's errors about JSON that does not describe a space."""
 
 
 def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
             EpisodePart(_own(file, f"episode_{number}"), metadata, *spaces_of)
             for number in range(len(file))
         ]
-    except (OSError, *_NOT_A_SPACE) as err:
+    except Exception as err:  # of any file and any JSON
         raise TensorFileError(
             f"{directory / DATA} cannot be read as a Minari dataset: {err}"
         ) from err
@@ -179,10 +179,10 @@ class _Shape:
     def __init__(self, dataset: Dataset, facts: Mapping[str, Any]) -> None:
         """Take the spaces of the environment if they fit the data, else boxes like the data."""
         files = {file.key: file for file in dataset.metadata.files}
-        self.spec = env_spec(facts)
+        self.spec = _env_spec(facts)
         self.observation, self.action = _spaces(facts, files) or _boxes(files)
         self._seen = observation_leaves(self.observation)
-        actions = decoder(self.action, files, 1, batched=True)
+        actions = _decoder(self.action, files)
         assert actions is not None  # such spaces were chosen
         self._actions = actions
         self._rewards = [key for key in files if key[0] == NEXT and key[-1] == "reward"]
@@ -239,17 +239,56 @@ def _spaces(facts: Mapping[str, Any], files: Files) -> tuple[Space, Space] | Non
         if all(texts):
             observation, action = (deserialize_space(json.dumps(text)) for text in texts)
         else:
-            with make_env(facts) as env:
-                observation, action = env.observation_space, env.action_space
+            observation, action = _spaces_of_env(facts)
         seen = [leaf_field(leaf) for leaf in observation_leaves(observation)]
-    except (*_NOT_A_SPACE, ConfigError):  # not registered here, or without fixed shape
+    except Exception:  # not registered here, no description of a space, or without fixed shape
         return None
     fit = all(
         key in files and files[key].shape == file.shape
         for file in seen
         for key in (file.key, (NEXT, *file.key))
     )
-    return (observation, action) if fit and decoder(action, files, 1) is not None else None
+    return (observation, action) if fit and _decoder(action, files) is not None else None
+
+
+def _spaces_of_env(facts: Mapping[str, Any]) -> tuple[Space, Space]:
+    """Make the environment of a card, which may come from anyone.
+
+    Only its id and its ``kwargs`` are used, of what is registered here.
+
+    Raises:
+        Exception: it cannot be made.
+    """
+    name, spec = facts["env"], _env_spec(facts)
+    if ":" in name:
+        raise ConfigError(f"{name!r:.50} would import a module")
+    env = make_gym(name, **({} if spec is None else spec.kwargs))
+    with contextlib.closing(env):
+        return env.observation_space, env.action_space
+
+
+def _env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
+    """Return the spec that a card has, if Gymnasium can read it.
+
+    A spec may name any callable, so no environment must be made from it.
+    """
+    with contextlib.suppress(Exception):  # whatever a file written by anyone may hold
+        return EnvSpec.from_json(facts["env_spec"])
+    return None
+
+
+def _decoder(space: Space, files: Files) -> Actions | None:
+    """Return a decoder of recorded actions of ``space``, numbers or one-hot vectors.
+
+    Returns:
+        ``None`` if the entries in ``files`` are no actions of this space.
+    """
+    for categorical in (True, False):
+        with contextlib.suppress(ConfigError):
+            actions = Actions(space, 1, categorical, batched=True)
+            if all(f.key in files and files[f.key].shape == f.shape for f in actions.fields):
+                return actions
+    return None
 
 
 def _boxes(files: Files) -> tuple[Space, Space]:

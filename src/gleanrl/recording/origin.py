@@ -1,20 +1,13 @@
-"""The origin of frames: a card's description of the environment, to make it again."""
+"""The origin of frames: a card's description of the environment."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
-
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import Key
-from gleanrl.envs.factory import make_gym
-from gleanrl.envs.spaces import Actions
-from gleanrl.memory.tensor_files import TensorFile
 
 
 def describe_env(env: Any, format: str) -> dict[str, Any]:
@@ -56,49 +49,3 @@ def _of_spaces(env: Any) -> dict[str, Any]:
             if isinstance(space, gym.Space):
                 facts[name] = json.loads(serialize_space(space))
     return facts
-
-
-def env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
-    """Return the spec that a card has, if Gymnasium can read it.
-
-    A spec may name any callable, so it must not be made: see `make_env`.
-    """
-    text = facts.get("env_spec")
-    if not isinstance(text, str):
-        return None
-    with contextlib.suppress(Exception):  # whatever a file written by anyone may hold
-        return EnvSpec.from_json(text)
-    return None
-
-
-def make_env(facts: Mapping[str, Any]) -> gym.Env[Any, Any]:
-    """Make the environment of a card, which may come from anyone.
-
-    Only its id and its ``kwargs`` are used, of what is registered here.
-
-    Raises:
-        ConfigError: it is not registered, or cannot be made.
-    """
-    name, spec = facts.get("env"), env_spec(facts)
-    if not isinstance(name, str) or ":" in name:
-        raise ConfigError(f"the card names no registered environment ({name!r:.50})")
-    try:
-        return make_gym(name, **({} if spec is None else spec.kwargs))
-    except Exception as err:
-        raise ConfigError(f"{name} cannot be made again: {err}") from err
-
-
-def decoder(
-    space: gym.Space[Any], files: Mapping[Key, TensorFile], rows: int, *, batched: bool = False
-) -> Actions | None:
-    """Return a decoder of ``rows`` recorded actions of ``space``, numbers or one-hot vectors.
-
-    Returns:
-        ``None`` if the entries in ``files`` are no actions of this space.
-    """
-    for categorical in (True, False):
-        with contextlib.suppress(ConfigError):
-            actions = Actions(space, rows, categorical, batched=batched)
-            if all(f.key in files and files[f.key].shape == f.shape for f in actions.fields):
-                return actions
-    return None

@@ -46,15 +46,13 @@ class StatusFile:
         self._shown = os.environ.get(OFF) != "0"
 
     def _place(self) -> None:
-        """Choose the file's folder; none if no runtime folder can be used."""
-        for folder in folders():
-            with contextlib.suppress(OSError, StatusError):
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir(mode=0o700)
-                _living(folder)
-                self._folder = str(folder)
-                self._path, self._draft = f"{folder}/{self._name}", f"{folder}/.{self._name}"
-                return
+        """Make the folder; show nothing if it cannot be used."""
+        path = _folder()
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        _living(path)
+        self._folder = str(path)
+        self._path, self._draft = f"{path}/{self._name}", f"{path}/.{self._name}"
 
     def write(self, status: Callable[[], Mapping[str, Any]]) -> None:
         """Replace the file's contents by the result of ``status``; ignore failures."""
@@ -64,12 +62,9 @@ class StatusFile:
             text = json.dumps(status())
         except Exception as err:  # of a subclass of the user's
             text = json.dumps({"pid": self._owner, "error": f"{type(err).__name__}: {err}"})
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StatusError):
             if not os.path.isdir(self._folder):
-                # Nothing was free before, or the folder went with the user's last login.
                 self._place()
-            if not self._path:
-                return
             file = os.open(self._draft, _FRESH, 0o600)
             try:
                 os.write(file, text.encode())
@@ -94,37 +89,25 @@ def collections() -> list[dict[str, Any]]:
     Files of processes that ended are removed.
 
     Raises:
-        StatusError: there is none, and a runtime folder can be entered by others.
+        StatusError: others can enter the folder of the files.
     """
-    found, unsafe = [], None
-    for folder in folders():
-        living: list[Path] = []
-        try:
-            living = _living(folder)
-        except OSError:  # it cannot be used, so nobody did
-            pass
-        except StatusError as err:  # collectors use the next one
-            unsafe = err
-        for path in living:
+    found = []
+    with contextlib.suppress(OSError):  # it cannot be used, so nobody did
+        for path in _living(_folder()):
             with contextlib.suppress(OSError, TensorFileError):  # it ended just now
                 status = read_description(path)
                 status["age"] = max(0.0, time.time() - path.stat().st_mtime)
                 found.append(status)
-    if unsafe is not None and not found:
-        raise unsafe
     return sorted(found, key=lambda status: float(status.get("started", 0)))
 
 
-def folders() -> list[Path]:
-    """Return the possible folders, the best first."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    found = [Path(runtime) / "gleanrl"] if runtime else []
-    with contextlib.suppress(OSError):
-        # In memory, unless the user wants another folder: on ext4, replacing a file takes 0.5 ms.
-        in_memory = "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK | os.X_OK)
-        temporary = _MEMORY if in_memory else tempfile.gettempdir()
-        found.append(Path(temporary) / f"gleanrl-{os.getuid()}")
-    return found
+def _folder() -> Path:
+    """Return the folder of the files of this user.
+
+    It is in memory, unless the user wants another one: on ext4, replacing a file takes 0.5 ms.
+    """
+    in_memory = "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK | os.X_OK)
+    return Path(_MEMORY if in_memory else tempfile.gettempdir()) / f"gleanrl-{os.getuid()}"
 
 
 def _living(folder: Path) -> list[Path]:

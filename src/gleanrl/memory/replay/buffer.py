@@ -157,7 +157,7 @@ class ReplayBuffer:
         """Make samples anew in a forked child, and epochs if an epoch was under way."""
         if not consistent:
             self._sampler.restart()
-            self._reset_local()
+        self._reset_local()
 
     @property
     def storage(self) -> Storage:
@@ -339,15 +339,10 @@ class ReplayBuffer:
         Raises:
             ConfigError: it is of other rows.
         """
-        missing = {"storage", "sampler", "batch_size"} - set(state)
-        size = state.get("batch_size")
-        if missing or not (size is None or (type(size) is int and size > 0)):
-            raise ConfigError(
-                f"this is no state of a replay buffer: missing {sorted(missing) or 'nothing'}, "
-                f"batch_size {size!r}"
-            )
+        if lack := {"storage", "sampler", "batch_size"} - set(state):
+            raise ConfigError(f"this is no state of a replay buffer: it has no {sorted(lack)}")
         self._load(state["storage"], state["sampler"], state.get("generator"))
-        self.batch_size = size
+        self.batch_size = state["batch_size"]
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write everything to the directory ``path``: raw tensors and JSON, no pickle."""
@@ -627,7 +622,6 @@ class Prefetcher:
         self._queue: deque[Future[Sample]] = deque()
         self._size = self._forgotten = 0
         self._pool = ThreadPoolExecutor(1, "gleanrl-prefetch")
-        self._pid = os.getpid()
 
     def next(self, size: int) -> Sample:
         """Return the next sample of ``size`` and begin others; raise the present state's errors."""
@@ -649,9 +643,6 @@ class Prefetcher:
     def _take(self, size: int) -> tuple[bool, Future[Sample]]:
         """Return the next sample to come, and whether an earlier call began it."""
         with self._lock:
-            if self._pid != os.getpid():  # a forked child has none of its parent's threads
-                self.forget()
-                self._pool, self._pid = ThreadPoolExecutor(1, "gleanrl-prefetch"), os.getpid()
             if self._buffer._generator is None:  # the learner draws from torch's own meanwhile
                 seed = int(torch.randint(1 << 62, ()))
                 self._buffer._generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from typing import Any
 
 from gleanrl.core.errors import CollectorTimeout
 from gleanrl.core.forks import guarded
-from gleanrl.memory.shared import Handle, Identity, anonymous_file, identity_of
+from gleanrl.memory.shared import FileAddress, Identity, anonymous_file, identity_of
 
 _MAIN = 0
 _NEXT = 1
@@ -86,7 +86,7 @@ class ProcessLock(ThreadLock):
         weakref.finalize(self, _close, identity, self._open).atexit = False
 
     def __reduce__(self) -> Any:
-        return _lock_of, (Handle.of(self.fd),)
+        return _lock_of, (FileAddress.of(self.fd),)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -154,11 +154,11 @@ class ProcessLock(ThreadLock):
         fcntl.lockf(self.fd, kind, 1, _COLLECTING)
 
 
-def _lock_of(handle: Handle) -> ProcessLock:
+def _lock_of(address: FileAddress) -> ProcessLock:
     """Return the one lock of this process on a file, wherever it was opened first."""
     with _opening:
-        known = _process_locks.get(handle.identity)
-        return ProcessLock(handle.open()) if known is None else known
+        known = _process_locks.get(address.identity)
+        return ProcessLock(address.open()) if known is None else known
 
 
 def _lock_holder(fd: int) -> int | None:

@@ -16,22 +16,18 @@ class Writer:
     """Stores data and returns their places."""
 
     def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store ``data``; return the slots that now hold it, int64.
+        """Store ``data`` in place of the oldest rows; return the slots that now hold it, int64.
 
         Args:
             storage: Where to.
             data: Rows along dimension ``dim``.
             dim: 0, or 1 for ``[env, time]`` data.
         """
-        raise NotImplementedError
+        return storage.extend(data, dim)
 
 
 class RoundRobinWriter(Writer):
     """New rows replace the oldest, and become visible when they are complete."""
-
-    def extend(self, storage: Storage, data: Any, dim: int) -> torch.Tensor:
-        """Store ``data``; of more rows than the storage has, the last ones."""
-        return storage.extend(data, dim)
 
 
 TensorDictRoundRobinWriter = RoundRobinWriter

@@ -17,10 +17,11 @@ from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, nex
 from gleanrl.core.layout import Field, Group
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
 from gleanrl.memory.tensor_files import dtype_name, dtype_named
-from gleanrl.memory.tensordicts import groups_of, nest
+from gleanrl.memory.tensordicts import build, groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
-_NOTHING: Mapping[str, torch.Tensor] = {}
+TakeRoom: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
+"""Reserves the memory of tensors before they are written."""
 _CHUNK = 1024
 """Overflow places that are checked together."""
 _PLAIN: Key = ()
@@ -75,26 +76,6 @@ class RowLayout:
             for f in self.stored
         ]
         return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.dedup else shapes
-
-    def extents(self, slots: int, overflow: range | None) -> list[tuple[int, int, int]]:
-        """Return parts of the memory that `shapes` describes.
-
-        Args:
-            slots: Slots of the ring.
-            overflow: Which overflow places; ``None`` is all memory but those.
-
-        Returns:
-            Number of the tensor, first byte in it, and bytes.
-        """
-        frames = slots * (self.envs or 1)
-        if overflow is not None:
-            return [
-                (number, (frames + overflow.start) * f.nbytes, len(overflow) * f.nbytes)
-                for number, f in enumerate(self.stored)
-                if f.key in self.dedup
-            ]
-        parts = [(number, 0, frames * field.nbytes) for number, field in enumerate(self.stored)]
-        return [*parts, (len(parts), 0, frames * _LINK.nbytes)] if self.dedup else parts
 
     def to_json(self) -> bytes:
         """Describe the layout."""
@@ -306,31 +287,13 @@ class Rows:
                 name: value.view(count, *ones, *value.shape[1:]).expand(*shape, *value.shape[1:])
                 for name, value in extra.items()
             }
-        return self._build(self._tree, (), values, shape, extra)
-
-    def _build(
-        self,
-        tree: Mapping[str, Any],
-        at: Key,
-        values: list[torch.Tensor],
-        shape: torch.Size,
-        extra: Mapping[str, torch.Tensor],
-    ) -> TensorDict:
-        source: dict[str, Any] = {}
-        for name, part in tree.items():
-            leaf = part.__class__ is int  # no call
-            source[name] = (
-                values[part] if leaf else self._build(part, (*at, name), values, shape, _NOTHING)
-            )
-        source.update(extra)
+        tree = self._tree
+        if extra:
+            places = range(len(values), len(values) + len(extra))
+            tree = {**tree, **dict(zip(extra, places, strict=True))}
+            values += extra.values()
         # Shapes and devices are known to agree: the checking constructor takes 15 us more.
-        size, names = shape, None
-        if self._groups and (group := self._groups.get(at)) is not None:
-            size = torch.Size((*shape, *group.shape))
-            names = [*[None] * len(shape), *group.names]
-        return TensorDict._new_unsafe(
-            source=source, batch_size=size, device=self.device, names=names
-        )
+        return build(tree, values, shape, None, self._groups, self.device)
 
     def overflow(self, number: int) -> list[torch.Tensor]:
         """Return the first ``number`` overflow places of each deduplicated field."""
@@ -411,7 +374,7 @@ class SuccessorLinks:
     one; memory is touched only as far as they were ever needed.
     """
 
-    def __init__(self, rows: Rows, ring: RingIndex, take_room: Callable[[range], None]) -> None:
+    def __init__(self, rows: Rows, ring: RingIndex, take_room: TakeRoom) -> None:
         """Link ``rows`` of ``ring``; overflow places get ``take_room`` before their first use."""
         self._rows = rows
         self._take_room = take_room
@@ -454,7 +417,8 @@ class SuccessorLinks:
         """Have at least ``size`` overflow places, taken or not; inside `section`."""
         first = self._ring.overflow
         if size > first:
-            self._take_room(range(first, size))
+            frames = self._rows.frames
+            self._take_room([places[frames + first : frames + size] for *_, places in self._pairs])
             self._owners[first:size] = 0
             self._ring.overflow = size
 

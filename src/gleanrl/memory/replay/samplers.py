@@ -94,17 +94,13 @@ class RandomSampler(Sampler):
     """Every complete row with the same probability, with replacement."""
 
     def draw(self, storage: Storage, count: int, generator: torch.Generator | None) -> Draw:
-        ring = storage.ring
-        top = ring.top
-        if top == 0:
+        frames = storage.ring.top * storage.envs
+        if frames == 0:
             raise empty_error(storage)
-        frames = top * storage.envs
 
         def propose(number: int) -> torch.Tensor:
             return torch.randint(frames, (number,), generator=generator)
 
-        if not storage.shared and ring.live == top:
-            return Draw(propose(count), None)
         draw = draw_complete(storage, propose, count)
         return _exact(storage, count, generator) if draw is None else draw
 
@@ -210,6 +206,8 @@ def draw_complete(
 ) -> Draw | None:
     """Draw from ``propose`` until all rows are complete; ``None`` if that seems to lead nowhere."""
     index = propose(count)
+    if not storage.shared and storage.ring.live == storage.ring.top:
+        return Draw(index, None)
     seen = storage.sequence_of(index)
     for _ in range(_TRIES):
         if int(seen.min()) > 0:
@@ -242,14 +240,10 @@ def _complete(storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
 
 def empty_error(storage: Storage) -> ReplayError:
     """Return the error for a buffer without rows to sample."""
+    begun = "it is being written for the first time, so" if storage.ring.top else "extend() it, or"
     return ReplayError(
-        f"nothing to sample: the buffer holds {len(storage)} whole rows"
-        + (
-            "; it is being written for the first time, so "
-            if storage.ring.top
-            else "; extend() it, or "
-        )
-        + "have sample() wait for a collector: limiter=RateLimiter(min_size_to_sample=...)"
+        f"nothing to sample: the buffer holds {len(storage)} whole rows; {begun} have sample() "
+        "wait for a collector: limiter=RateLimiter(min_size_to_sample=...)"
     )
 
 
@@ -337,10 +331,7 @@ class PrioritizedSampler(Sampler):
             raise empty_error(storage)
 
         for _ in range(_TRIES // 2):
-            if not storage.shared and storage.ring.live == storage.ring.top:
-                draw: Draw | None = Draw(propose(count), None)
-            else:
-                draw = draw_complete(storage, propose, count)
+            draw = draw_complete(storage, propose, count)
             if draw is not None:
                 self._weigh(draw)
                 seen = storage.sequence_of(draw.index) if draw.seen is None else draw.seen

@@ -44,10 +44,9 @@ def write(
 ) -> None:
     """Write a buffer to the directory ``path``.
 
-    A dump is a folder of files, and a description that names the folder. What an earlier call wrote
-    stays valid until this one is complete and on the disk; of several processes, the last one
-    counts. Folders that no description names and no process writes were left by processes that
-    ended: they are removed.
+    A dump is a folder of files, and a description that names the folder. The folder of an earlier
+    call stays valid until this one is complete and on the disk; then it is removed, and so is what
+    processes left that ended while they wrote. Several processes write one after another.
 
     Args:
         path: The directory; made if it is not there.
@@ -61,39 +60,37 @@ def write(
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
-    root, name = Path(path), f"data-{uuid.uuid4().hex}"
-    draft, folder = root / f".{name}", root / name
-    if (root / META).exists() and _current_folder(root) is None:
-        raise ConfigError(f"{root / META} is none of dumps(): choose another directory")
-    draft.mkdir(parents=True)
-    with _locked(draft):  # others take a folder that is not locked for one that was left behind
+    root = Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root) as alone:
+        if (root / META).exists() and _current_folder(root) is None:
+            raise ConfigError(f"{root / META} is none of dumps(): choose another directory")
+        folder = root / f"data-{uuid.uuid4().hex}"
+        folder.mkdir()
         try:
-            draft.rename(folder)
             text = _write_state(folder, storage, sampling)
             tensor_files.write_new(folder / META, text.encode())
             tensor_files.sync_tree(folder)
             tensor_files.publish(folder / META, root / META)
         except BaseException:
-            if _current_folder(root) != name:
+            if _current_folder(root) != folder.name:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-    for other in list(root.iterdir()):
-        if FOLDER.fullmatch(other.name) and other.name != _current_folder(root) and other.is_dir():
-            with contextlib.suppress(FileNotFoundError), _locked(other) as alone:
-                if alone and other.name != _current_folder(root):
-                    shutil.rmtree(other, ignore_errors=True)
+        for other in list(root.iterdir()) if alone else ():
+            if FOLDER.fullmatch(other.name) and other.name != folder.name:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yields False if another process has it, or the file system has no locks.
+    """Lock a folder; yields False if its file system has no locks.
 
     The lock is the kernel's, and ends with the process.
     """
     fd, locked = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), False
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             locked = True
         yield locked
     finally:

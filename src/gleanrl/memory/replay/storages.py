@@ -276,9 +276,7 @@ class LazyTensorStorage(Storage):
                     layout = RowLayout.from_json(self.ring.layout())
                     rows = Rows(layout, self.ring.slots, self._allocate)
                     if layout.dedup:
-                        self._successors = SuccessorLinks(
-                            rows, self.ring, lambda places: self._take_room(layout, places)
-                        )
+                        self._successors = SuccessorLinks(rows, self.ring, self._take_room)
                     self._rows = rows  # last: other threads that see it use the links as well
         return self._rows
 
@@ -429,14 +427,15 @@ class LazyTensorStorage(Storage):
         if self._memory is not None:
             self._memory.clear()
             self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
-            self._take_room(layout, None)
+            rows = Rows(layout, slots, self._allocate)
+            self._take_room([*rows.tensors, rows.owners])
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
             what = f"{self.max_size:,} such frames"
             check_memory(nbytes, what, "lower max_size, or use LazyMemmapStorage", "memory")
 
-    def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
+    def _take_room(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reserve space on the disk, for files; the first touch reserves memory."""
 
     def _allocate(self, shapes: Shapes) -> list[torch.Tensor]:
@@ -514,20 +513,20 @@ class LazyMemmapStorage(LazyTensorStorage):
                 f"{self.scratch_dir} has {room:,} left: lower max_size, or give another scratch_dir"
             )
 
-    def _take_room(self, layout: RowLayout, overflow: range | None) -> None:
+    def _take_room(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take blocks of the disk: writing to a mapping ends the process (``SIGBUS``) without."""
         assert self._memory is not None
-        slots = self.max_size // (layout.envs or 1)
-        starts = _starts_of(layout.shapes(slots))
-        for number, first, nbytes in layout.extents(slots, overflow):
+        start = torch.frombuffer(self._memory.map(), dtype=torch.uint8).data_ptr()
+        for tensor in tensors:
             try:
-                if nbytes:
-                    os.posix_fallocate(self._memory.fd, starts[number] + first, nbytes)
+                if tensor.nbytes:
+                    fd, first = self._memory.fd, tensor.data_ptr() - start
+                    os.posix_fallocate(fd, first, tensor.nbytes)
             except OSError as err:
                 raise OSError(
                     err.errno,
-                    f"{err.strerror}: {nbytes:,} bytes of a buffer of {self.max_size:,} frames in "
-                    f"{self.scratch_dir}; lower max_size, or give another scratch_dir",
+                    f"{err.strerror}: {tensor.nbytes:,} bytes of a buffer of {self.max_size:,} "
+                    f"frames in {self.scratch_dir}; lower max_size, or give another scratch_dir",
                 ) from err
 
 
