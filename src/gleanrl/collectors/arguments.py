@@ -63,63 +63,66 @@ class CommonArguments(TypedDict, total=False):
         max_frames_per_traj: Truncate and reset an episode after this many steps; zero, negative or
             None for no limit. Adds ``step_count``.
         init_random_frames: Act at random, without calling the policy, for this many frames over all
-            workers (rounded up to whole batches). What else the policy writes is zero in them.
+            workers (rounded up to whole batches). Other outputs of the policy are zero in them.
         reset_at_each_iter: Reset all environments before each batch.
-        postproc: Applied to each batch in this process, after ``split_trajs``; in the workers to
-            each of their rollouts, where workers write into a buffer.
+        postproc: Applied to each batch in this process, after ``split_trajs``. Workers that write
+            into a buffer apply it to each of their rollouts.
         split_trajs: Deliver one padded row per trajectory with a mask.
         exploration_type: How a probabilistic policy acts; RANDOM by default.
         exploration_mode: Retired spelling of ``exploration_type``.
         set_truncated: Mark the last step of every batch as truncated.
-        replay_buffer: Anything with ``extend`` (and ``add``): batches go there, and iteration
-            yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves,
-            and it is shared if it was not. A `Recorder` keeps them on disk.
+        replay_buffer: An object with ``extend`` (and ``add``). It gets the batches, and iteration
+            yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves;
+            the collector shares it if necessary. A `Recorder` writes the frames to disk.
         extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
             per step and worker. In a storage of ``[env, time]`` both are the same.
-        trust_policy: Call the policy on a TensorDict as it is, without looking at it.
+        trust_policy: Call the policy on a TensorDict, without examining it.
         compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
-        weight_updater: Retired: a `WeightUpdaterBase`, or what returns one, that sends weights in
-            place of the schemes.
+        weight_updater: Retired: a `WeightUpdaterBase`, or a callable that returns one. It sends
+            weights instead of the schemes.
         weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed. By default
             weights travel through shared memory to processes, through torch.distributed to nodes
             and through Ray to actors.
-        weight_recv_schemes: Models that a collector this one is a worker of may update; see
-            `register_scheme_receiver`.
-        track_policy_version: Deliver ``policy_version``; ``True`` or the counter to use.
+        weight_recv_schemes: Models that the outer collector may update, if this collector runs
+            in a worker; see `register_scheme_receiver`.
+        track_policy_version: Deliver ``policy_version``: ``True``, or a `PolicyVersion` to count
+            with.
         track_traj_ids: Deliver ``("collector", "traj_ids")``.
         trajs_per_batch: Deliver exactly this many whole trajectories per batch.
         trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
         traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
-        traj_quota: ``"equal"``: each environment gives equally many trajectories to a batch, in the
-            order in which it made them, so that short ones are not preferred; then
-            ``trajs_per_batch`` is rounded up to a multiple of the environments of all workers.
+        traj_quota: With ``"equal"`` each environment gives equally many trajectories to a batch, in
+            the order of collection, so that short ones are not preferred. ``trajs_per_batch`` is
+            then rounded up to a multiple of the environments of all workers.
         pre_collect_hook: Called before each batch is collected; in every worker, before each of its
             rollouts.
-        post_collect_hook: Called with each batch before it is handed over. In every worker it is
-            called with each of its rollouts, or with what it stores, where workers write into a
-            buffer: that memory is used again, so clone what is to be kept; values may be changed in
-            place, new entries need ``postproc``.
-        compact_obs: Leave out observations under ``next`` of batches. Where an episode ends, or a
-            batch, the successor is in no other row then: it is lost. A buffer with a compact
-            storage needs them, and stores each once.
-        num_envs: Environments to make from one id or callable: a batch ``[num_envs, T]``; in each
-            worker.
+        post_collect_hook: Called with each batch before it is delivered. A worker calls it with
+            each of its rollouts, or with the rows that it stores if workers write into a buffer.
+            The memory is reused, so clone data that you keep. The hook may change values in place;
+            new entries need ``postproc``.
+        compact_obs: Leave out the observations under ``next``. The last observation of an episode
+            and of a batch is lost then, because no other row holds it. A buffer with a compact
+            storage needs these observations, and stores each once.
+        num_envs: Number of environments to make from one id or callable, in each worker. A batch
+            is ``[num_envs, T]``.
         categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
         observation_dtype: Cast floating observations to this dtype.
         info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
         check_finite: Raise on NaN or infinity in observations and rewards.
-        fast: Leave out what is proven to make no difference to the data; `explain` says what.
-            ``False``: policies, and all environments but vector ones, are called on TensorDicts,
-            as they are. Vector environments always are, by their own ``step``.
-        timeout: Seconds one rollout of a worker may take; a worker that takes longer is killed. By
-            default a worker is waited for as long as it shows signs of life, with a warning every
-            minute. No effect within one process.
-        progress: Show progress on standard error, also while workers and environments are started:
-            one line that moves on a terminal, a line every two seconds elsewhere. A string is its
-            label.
-        logger: Called with ``stats()`` after each batch, in the thread that collects it; or a
-            list of such callables. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are closed
-            with the collector. One that raises is not called again, and a warning says so.
+        fast: Replace parts of environment and policy by faster ones that are proven to give the
+            same data; `explain` lists them. With ``False``, policies, and all environments except
+            vector ones, are called unmodified, on TensorDicts. Vector environments are always
+            stepped by their own ``step``.
+        timeout: Seconds that one rollout of a worker may take; a worker that takes longer is
+            killed. By default the collector waits as long as the worker shows signs of life, with a
+            warning every minute. No effect within one process.
+        progress: Show progress on standard error, also during the start of workers and
+            environments: one redrawn line on a terminal, a line every two seconds elsewhere. A
+            string is its label.
+        logger: A callable, or a list of callables, that the collecting thread calls with
+            ``stats()`` after each batch. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are
+            closed with the collector. A logger that raises is not called again, and a warning says
+            so.
     """
 
     total_frames: Annotated[int | None, -1]
@@ -162,12 +165,13 @@ class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes.
 
     Attributes:
-        reset_when_done: Only ``True``: environments that end are reset.
+        reset_when_done: ``True`` only: ended environments are reset.
         use_buffers: Accepted; memory is always preallocated.
         replay_buffer_chunk: Retired spelling of ``extend_buffer``.
         local_init_rb: Retired, changes nothing.
-        auto_register_policy_transforms: Provide ``is_init`` and zeroed recurrent states to policies
-            that read them (the default); ``False`` leaves that to the environment.
+        auto_register_policy_transforms: By default, policies get the entries that they read of
+            ``is_init`` and zeroed recurrent states; with ``False`` the environment must deliver
+            them.
     """
 
     reset_when_done: Annotated[bool, True]
@@ -182,7 +186,7 @@ class _NotOfNodes(TypedDict, total=False):
 
     Attributes:
         cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
-        no_cuda_sync: Accepted; only copies made here are waited for.
+        no_cuda_sync: Accepted; the collector waits only for its own copies.
         worker_idx: This collector's index among its parent's workers.
     """
 
@@ -195,25 +199,26 @@ class _WithWorkers(TypedDict, total=False):
     """The arguments of every collector with workers.
 
     Attributes:
-        frames_per_batch: Frames of one batch. Synchronous workers share them out; asynchronous ones
-            make whole batches each. A list gives every worker its own.
-        policy_factory: Called in each worker to make its policy; or a list, one per worker. With a
-            ``policy`` beside it, that is where weights are taken from.
-        device: Fills in whichever of the three below is not given. Each of the four is one device,
-            or a list with one per worker.
-        storing_device: Where batches are delivered; the CPU if workers differ.
-        env_device: Where environments run.
-        policy_device: Where policies run.
-        create_env_kwargs: Arguments of environments; or a list, one per worker.
-        collector_class: What runs in each worker: a class other than `Collector` runs as it is.
-            Nodes and Ray actors take the names ``"single"`` (default), ``"sync"`` and ``"async"``,
-            too.
+        frames_per_batch: Frames of one batch. Synchronous workers divide them among themselves; an
+            asynchronous worker makes whole batches. A list has one number per worker.
+        policy_factory: A callable that makes the policy in each worker, or a list with one per
+            worker. A ``policy`` given as well is only the source of weights.
+        device: The value of each of the three below that is not given. Each of the four is one
+            device, or a list with one per worker.
+        storing_device: The device of batches; the CPU if workers differ.
+        env_device: The device of environments.
+        policy_device: The device of policies.
+        create_env_kwargs: Arguments of environments, or a list with one mapping per worker.
+        collector_class: The class of the collector in each worker; one other than `Collector` runs
+            unmodified. Nodes and Ray actors also take the names ``"single"`` (default), ``"sync"``
+            and ``"async"``.
         num_sub_threads: torch threads of each worker.
-        cat_results: ``"stack"`` (default): a leading worker dimension. A number: rollouts one after
-            another along that dimension (-1: time). Synchronous collectors only.
-        init_fn: Called first in every worker.
-        start_timeout: Seconds in which each worker's process has to start (all nodes and actors,
-            time in a queue included); all workers have as long again to build environments.
+        cat_results: ``"stack"`` (default) stacks the rollouts of the workers along a new first
+            dimension. A number concatenates them along that dimension (-1: time). Synchronous
+            collectors only.
+        init_fn: A function that every worker calls first.
+        start_timeout: Seconds in which each worker's process must start (all nodes and actors,
+            time in a queue included). All workers have the same time again to build environments.
     """
 
     frames_per_batch: Required[int | Sequence[int]]
@@ -234,15 +239,15 @@ class _Remote(TypedDict, total=False):
     """The arguments of collectors over nodes and Ray actors.
 
     Attributes:
-        collector_kwargs: Further arguments of the workers' collectors; or a list, one per worker.
+        collector_kwargs: Further arguments of the workers' collectors, or a list with one mapping
+            per worker.
         num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
-        on_failure: What to do when a worker is lost: ``"raise"``; ``"continue"``: warn and continue
-            with the others, which collect what it had not delivered; or ``"relaunch"``: do that,
-            and have another started in its place, which takes part as soon as it is up. The last
-            two are for ``sync=False``; the launchers ``"torchrun"`` and ``"submitit_delayed"``
-            cannot start nodes again.
-        max_relaunches: Replacements of each worker, those that fail included; after as many,
-            collection continues without that worker.
+        on_failure: The reaction to a lost worker. ``"raise"`` raises `WorkerDied`. ``"continue"``
+            warns, and the other workers collect the missing frames. ``"relaunch"`` also starts a
+            replacement, which collects as soon as it is up. The last two need ``sync=False``; the
+            launchers ``"torchrun"`` and ``"submitit_delayed"`` cannot replace nodes.
+        max_relaunches: Replacements of each worker, failed ones included. After that, collection
+            continues without the worker.
     """
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
@@ -255,11 +260,11 @@ class _WeightIntervals(TypedDict, total=False):
     """When a collector sends weights to nodes and actors without a call.
 
     Attributes:
-        sync: Whether a batch is made of rollouts of all workers.
-        update_after_each_batch: Send the policy's weights when the next batch is asked for: to all
-            workers, or with ``sync=False`` to the one that the last batch came from.
-        max_weight_update_interval: Batches after which a worker gets new weights at the latest; -1
-            for never.
+        sync: Whether a batch holds rollouts of all workers.
+        update_after_each_batch: Send the policy's weights at the request for the next batch: to all
+            workers, or with ``sync=False`` to the worker of the last batch.
+        max_weight_update_interval: The largest number of batches for which a worker waits for new
+            weights; -1 for no limit.
     """
 
     sync: Annotated[bool, False]
@@ -271,20 +276,21 @@ class _OverNetwork(TypedDict, total=False):
     """The arguments of collectors over nodes that join over the network.
 
     Attributes:
-        slurm_kwargs: Parameters of the jobs, for ``launcher="submitit"``, as
-            `submitit.AutoExecutor` takes them; besides ``cluster`` (``"local"`` for processes of
-            this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` here).
+        slurm_kwargs: Parameters of `submitit.AutoExecutor` for the jobs of
+            ``launcher="submitit"``, and GleanRL's own ``cluster`` (``"local"`` for processes of
+            this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` in the working
+            directory).
         backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed.
         launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
             ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
-            ``"torchrun"``: the other ranks of this very job. ``"manual"``: the processes
+            ``"torchrun"``: the other ranks of the learner's job. ``"manual"``: the processes
             in which you run the printed commands.
-        tcp_port: The port nodes connect to. By default that in the environment variable
-            ``TCP_PORT``, or 10003, or the next one that is free.
+        tcp_port: The port to which nodes connect. The default is the environment variable
+            ``TCP_PORT``, else 10003, or the next free port.
         heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
             counts as dead.
-        host: Address of this machine to listen on, which nodes can reach; the launcher's choice by
-            default (the loopback interface for ``"mp"``).
+        host: Address of this machine on which the learner listens, and which nodes can reach. By
+            default the launcher chooses it (the loopback interface for ``"mp"``).
     """
 
     slurm_kwargs: Annotated[Mapping[str, Any] | None, None]
@@ -301,10 +307,10 @@ class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=Fal
     Attributes:
         frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
         policy_factory: A callable that returns the policy, instead of ``policy``.
-        device: Fills in whichever of the three below is not given.
-        storing_device: Where batches are delivered.
-        policy_device: Where the policy runs; a copy is made if it lives elsewhere.
-        env_device: Where the environment runs.
+        device: The value of each of the three below that is not given.
+        storing_device: The device of batches.
+        policy_device: The device of the policy; a copy runs if the policy is on another device.
+        env_device: The device of the environment.
         create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
         return_same_td: Deliver the same `TensorDict` each time, filled with the next batch.
         interruptor: An `Interruptor` that can end rollouts early.
@@ -312,7 +318,7 @@ class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=Fal
             ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
             ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
             `RPCCollector`, ``"ray"`` a `RayCollector`.
-        num_collectors: How many worker processes; implies ``backend="process"``.
+        num_collectors: Number of worker processes; implies ``backend="process"``.
         sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
         backend_options: Arguments that only the collectors with workers have.
     """
@@ -336,15 +342,15 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     """The arguments of `MultiCollector` and its subclasses.
 
     Attributes:
-        num_workers: How many workers; a list of environments tells by its length.
+        num_workers: Number of workers; not needed for a list of environments.
         update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
             each batch.
-        preemptive_threshold: Share of the workers that finish; the others are stopped then, and
-            what they did not reach is masked; where it comes to no worker, all are stopped at once
-            and make a step each. Synchronous collectors only.
+        preemptive_threshold: Share of the workers that finish their rollouts. The collector then
+            stops the others, and a mask marks the steps that they did not reach. If the share is
+            less than one worker, every worker makes one step. Synchronous collectors only.
         interruptor: An `Interruptor` that can end rollouts early.
-        num_threads: torch threads of this process while workers run; by default those it has, less
-            one per worker.
+        num_threads: torch threads of this process while workers run; by default their present
+            number less one per worker.
         backend: ``"process"``, or ``"inline"``: the same workers in this process.
         sync: Chooses the subclass of `MultiCollector`.
     """
@@ -374,8 +380,8 @@ class DistributedSyncArguments(CommonArguments, _WithWorkers, _Remote, _OverNetw
     """The arguments of `DistributedSyncCollector`.
 
     Attributes:
-        update_interval: Batches after which the policy's weights are sent to all nodes, when the
-            next batch is asked for.
+        update_interval: Number of batches between two updates of all nodes. An update is sent at
+            the request for the next batch.
     """
 
     update_interval: Annotated[int, 1]
@@ -399,12 +405,13 @@ class RayArguments(
     """The arguments of `RayCollector`.
 
     Attributes:
-        ray_init_config: Arguments of `ray.init`, for when this process is not connected to Ray;
+        ray_init_config: Arguments of `ray.init`, if this process is not yet connected to Ray;
             ``{"address": "auto"}`` connects to the cluster of this machine.
         remote_configs: Options of the actors: ``num_cpus`` (1 by default), ``num_gpus``,
-            ``resources``, ``scheduling_strategy``, ``runtime_env``, …; or a list, one each.
-        num_collectors: How many actors; a list of environments tells by its length.
-        use_env_creator: Accepted; what builds environments always travels.
+            ``resources``, ``scheduling_strategy``, ``runtime_env``, …, or a list with one mapping
+            per actor.
+        num_collectors: Number of actors; not needed for a list of environments.
+        use_env_creator: Accepted; factories of environments always travel by value.
     """
 
     ray_init_config: Annotated[Mapping[str, Any] | None, None]

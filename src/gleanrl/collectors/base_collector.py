@@ -68,10 +68,10 @@ class _Reader:
 class BaseCollector(Controls, IterableDataset[Any]):
     """Base of all collectors. Iterate over it, or call `next`; use it as a context manager.
 
-    A ``for`` loop that is left early can be entered again and continues; once ``total_frames`` were
-    delivered, iteration yields nothing more, but everything else still works. After `shutdown`
-    iterating raises `ClosedError`. All iterators share one stream: each batch goes to one of them
-    only, and taking turns warns once.
+    A loop that was left early can be entered again, and continues. After ``total_frames``,
+    iteration yields nothing more, but all other calls still work. After `shutdown`, iteration
+    raises `ClosedError`. All iterators share one stream, so each batch goes to one of them. Two
+    iterators that take turns cause one warning.
     """
 
     cat_results = argument_property("cat_results")
@@ -375,9 +375,9 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def rollout(self) -> TensorDictBase | None:
         """Collect one batch and return it without further processing.
 
-        The environments move on and the frames count, but ``split_trajs``, ``postproc``, hooks and
-        the replay buffer are left out, and trajectories in the making for ``trajs_per_batch`` are
-        dropped (and counted as discarded). ``None`` where workers put everything into a buffer.
+        The frames count, and the environments continue after them. ``split_trajs``, ``postproc``,
+        hooks and the replay buffer are left out. Unfinished trajectories of ``trajs_per_batch`` are
+        dropped and counted as discarded. Returns ``None`` if workers write into a buffer.
         """
         with self._engine.turn(None):
             self._check_not_started()
@@ -443,8 +443,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """Collect into the replay buffer in the background, until `shutdown`.
 
         Environments and policy run in worker processes, so that they share no setting and no random
-        generator with this one. Weights can be updated and everything can be asked meanwhile. What
-        goes wrong is raised by the next call of anything, and shows in ``stats()["failed"]``.
+        generator with this process. Meanwhile you may update weights and query the workers. After
+        an error, ``stats()["failed"]`` is True, and the next call of the collector raises it.
 
         Raises:
             RuntimeError: there is no replay buffer.
@@ -482,9 +482,9 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def pause(self) -> AbstractContextManager[None]:
         """Suspend background collection for the length of a ``with`` block.
 
-        Inside, everything that was collected is in the buffer and nothing is under way. Collection
-        continues afterwards, also if the body raises. Where ``total_frames`` were reached there is
-        nothing to suspend, and nothing happens.
+        Inside the block all collected frames are in the buffer, and no rollout is under way.
+        Collection continues after the block, also if its body raises. After ``total_frames`` the
+        call has no effect.
 
         Raises:
             RuntimeError: the collector was not started, or a hook or an environment of its own
@@ -563,7 +563,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def weight_updater(self) -> Any:
         """The legacy weight updater, ``None`` (as a rule) if there is none.
 
-        Set it to an updater or to something that returns one; to ``None`` to be without.
+        Set it to an updater, to a callable that returns one, or to ``None``.
         """
         return self._updater
 
@@ -715,9 +715,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed environments, action spaces and random streams, and reset all environments.
 
-        From then on this collector draws from streams of its own and leaves torch's, numpy's and
-        Python's global ones alone. Workers that take the place of lost ones get seeds that follow
-        from these, which no worker before had.
+        From then on this collector draws from streams of its own, and not from the global ones of
+        torch, numpy and Python. Replacements of lost workers get new seeds that follow from these.
 
         Args:
             seed: Environment ``i`` (over all workers) gets ``seed + i``.
@@ -767,11 +766,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return policy and environment state, counters, statistics, versions and random streams.
 
-        With workers, these are in ``worker0``, ``worker1``, …; rollouts that are under way are
-        waited for, and delivered as if nothing had been asked. Where losses are tolerated, the
-        entry of a lost worker says so (``"lost"``) and holds the policy of the worker that has the
-        newest: the worker that loads it starts with fresh environments, random streams and
-        trajectory ids.
+        With workers, the states are in ``worker0``, ``worker1``, …. The call waits for rollouts
+        under way, which are delivered afterwards. If losses are tolerated, the entry of a lost
+        worker has ``"lost": True`` and the newest policy. A worker that loads it starts with new
+        environments, random streams and trajectory ids.
 
         Raises:
             ClosedError: the collector was shut down, and its workers with it.
@@ -793,8 +791,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Restore a state from `state_dict`; environments restart on fresh resets.
 
-        The policy that workers have copies of is not touched: what it loads is for your script to
-        say.
+        The learner's own policy does not change; your script loads it.
 
         Raises:
             ConfigError: the state of another number of workers.
@@ -835,17 +832,18 @@ class BaseCollector(Controls, IterableDataset[Any]):
     ) -> dict[str, int | float | bool]:
         """Return a flat dictionary of scalars. Safe in any thread; waits for nothing.
 
-        ``fps`` are frames per second over the last seconds (batches, if these take longer),
-        ``fps_mean`` since the first batch was asked for; ``episodes`` have ended;
-        ``return_mean|min|max`` and ``length_mean|min|max`` are of the last 100 and NaN before the
-        first; ``time_env``, ``time_policy``, ``time_transfer`` and ``time_wait`` are shares of the
-        workers' time, and ``time_reset`` is the part of ``time_env`` that resets take; ``lag`` is
-        how many versions old the weights of the newest batch were.
+        ``fps`` is the rate over the last four seconds (eight batches, if these take longer),
+        ``fps_mean`` the rate since the request for the first batch, and ``episodes`` the number of
+        ended episodes. ``return_mean|min|max`` and ``length_mean|min|max`` describe the last 100
+        episodes; they are NaN before the first has ended. ``time_env``, ``time_policy``,
+        ``time_transfer`` and ``time_wait`` are shares of the workers' time, and ``time_reset`` is
+        the part of ``time_env`` that resets take. ``lag`` is the age of the newest batch's weights,
+        in versions.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
                 …) or ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
-            timeout: Accepted for compatibility: no worker is asked.
+            timeout: Accepted for compatibility; the call sends nothing to workers.
 
         Raises:
             ConfigError: another word.
@@ -880,21 +878,21 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """Call ``watcher`` for every batch, in the thread that gathers it.
 
         Args:
-            watcher: Gets the reports of the batch's rollouts, by worker, and the newest policy
-                version. It delays the batch. From now on it is up to it to show the collection:
-                ``gleanrl top`` does not.
+            watcher: A function of the reports of the batch's rollouts, by worker, and of the newest
+                policy version. It delays the batch. ``gleanrl top`` does not show the collection
+                any more; the watcher may.
         """
         self._watching.delegate(watcher)
 
     def report(self, path: str | Path) -> None:
         """Write a page about the collection so far: one HTML file that needs no network.
 
-        It shows returns and lengths of episodes, frames per second, policy lag, where workers spent
-        their time and which were lost; of more than 1000 batches or episodes, every second, fourth,
-        ... one. Works at any time, also in another thread and after `shutdown`.
+        It shows returns and lengths of episodes, frames per second, policy lag, the workers' time
+        and lost workers. Of more than 1000 batches or episodes it keeps every second, every fourth,
+        and so on. The call works at any time, also in another thread and after `shutdown`.
 
         Args:
-            path: Of the file; one that is there is replaced at once.
+            path: The path of the file; an existing file is replaced at once.
 
         Raises:
             OSError: the file cannot be written.
@@ -911,13 +909,13 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write a trace of the workers' and the learner's activity during a ``with`` block.
 
-        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also that of a
-        process that was killed. Each worker has a row with its rollouts, what of them was
-        environment and policy, waiting and new weights; the learner has one with the time that it
-        waited for each batch, published weights, and did other things.
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also after a kill of
+        the process. Each worker has a row with its rollouts, their parts in environment and policy,
+        waiting and new weights. The learner's row has waits for batches, published weights, and
+        other work.
 
         Args:
-            path: Of the file, which is overwritten.
+            path: The path of the file, which is overwritten.
 
         Raises:
             OSError: the file cannot be written.
@@ -934,10 +932,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         return self._watching.timeline(path)
 
     def explain(self) -> str:
-        """List the parts of environment and policy that are called as they are, with the reasons.
+        """List the parts of environment and policy that are called unmodified, with the reasons.
 
-        Every part is either called as it is, or replaced by something faster that is proven to give
-        the same data. With several workers, it is the first one's answer.
+        All other parts are replaced by faster ones that are proven to give the same data. With
+        several workers, the list is that of the first.
         """
         text: str = self._engine.ask(m.Call("explain"))
         return text
@@ -1004,11 +1002,11 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """Close environments and workers. Idempotent; delivered batches stay valid.
 
         Args:
-            timeout: Seconds it may take, after which workers that do not end by themselves are
-                killed: 10 by default, 60 without workers.
-            close_env: ``False`` leaves environments the user handed over open; only ``True`` with
-                workers, whose environments end with their process.
-            raise_on_error: Raise what closing an environment raised.
+            timeout: Seconds after which workers that do not end by themselves are killed: 10 by
+                default, 60 without workers.
+            close_env: ``False`` leaves environments that you passed open. With workers only
+                ``True``, because their environments end with their process.
+            raise_on_error: Raise the exception of an environment's ``close``.
         """
         here = self._plan.here or self._engine.set_aside is not None
         if not (close_env or here):

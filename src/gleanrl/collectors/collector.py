@@ -36,8 +36,8 @@ class Collector(BaseCollector):
     ``("next", "observation")`` is the true final observation where an episode ends, and the root
     observation that follows is that of the reset.
 
-    A batch is never overwritten while you hold a reference to it. Its memory is used again once
-    you have let go of its last tensor.
+    A batch is never overwritten while you hold a reference to it. Its memory is reused after you
+    drop its last tensor.
 
     Example:
         >>> from gleanrl.collectors import Collector
@@ -57,10 +57,10 @@ class Collector(BaseCollector):
         """Build the environments, reset each once and check the policy's first output.
 
         Args:
-            create_env_fn: What to collect from: a Gymnasium id, a `gymnasium.Env`, a
+            create_env_fn: The environments: a Gymnasium id, a `gymnasium.Env`, a
                 `gymnasium.vector.VectorEnv`, an environment with TensorDict methods, a callable
                 returning one of these, or a sequence of ids or callables (one batch ``[n, T]``).
-            policy: What acts: a TensorDict module, an `nn.Module` or a callable on tensors or
+            policy: The policy: a TensorDict module, an `nn.Module` or a callable on tensors or
                 TensorDicts; ``None`` acts at random.
             **kwargs: See `gleanrl.collectors.arguments.CollectorArguments`.
 
@@ -97,12 +97,12 @@ class Collector(BaseCollector):
     def start(self) -> None:
         """Collect into the replay buffer in the background, in a worker process.
 
-        The worker gets copies of environment, policy, hooks and ``postproc``; those of this process
-        are left as they are until `shutdown`. Weights, versions, counters, trajectory ids, seeds
-        and the state of an environment that has one go on there, in fresh episodes. Without
-        `set_seed` its random streams are derived from torch's generator. Train your policy as you
-        like: `update_policy_weights_` sends its weights. `getattr_env`, `cascade_execute` and
-        others ask the worker.
+        The worker gets copies of environment, policy, hooks and ``postproc``; the objects of this
+        process do not change until `shutdown`. Weights, versions, counters, trajectory ids, seeds
+        and the state of an environment that has one continue in the worker, in fresh episodes.
+        Without `set_seed`, its random streams are made from torch's generator. Training changes
+        your policy only; `update_policy_weights_` sends its weights to the worker. `getattr_env`,
+        `cascade_execute` and others ask the worker.
 
         Raises:
             RuntimeError: there is no replay buffer.

@@ -50,9 +50,9 @@ class Evaluation(Mapping[str, Any]):
         lengths: ``[N]`` int64, steps of the same episodes.
         version: Version of the weights that the episodes were played with.
         step: The label of the request.
-        seconds: How long the worker played.
-        metrics: What ``metrics_fn`` returned.
-        prefix: What names in the mapping begin with.
+        seconds: The worker's time of play.
+        metrics: The results of ``metrics_fn``.
+        prefix: The prefix of names in the mapping.
     """
 
     returns: torch.Tensor
@@ -314,8 +314,8 @@ class Evaluator:
     order of requests, `evaluate` waits for its own. Every environment contributes equally many
     episodes, so short ones are not preferred. Modules act in evaluation mode (``eval()``).
 
-    What goes wrong in the worker (an exception, its death, a deadline) ends the evaluator: it is
-    raised by `wait` and `poll` after the results before it, and by all other calls.
+    An exception in the worker, its death and a missed deadline end the evaluator. `wait` and `poll`
+    raise the error after the results before it; all other calls raise it at once.
 
     Example:
         >>> from gleanrl import Evaluator
@@ -361,45 +361,46 @@ class Evaluator:
         """Start the worker; it builds its environments and resets them once.
 
         Args:
-            env: What to play in; all that `Collector` takes, sent to the worker.
-            policy: What acts; the worker gets a copy.
-            policy_factory: Called in the worker to make the policy, with the environment if it
-                takes an argument. With a ``policy`` beside it, weights are taken from that.
+            env: The environment, as for `Collector`; it is sent to the worker.
+            policy: The policy; the worker gets a copy.
+            policy_factory: A callable that makes the policy in the worker, from the environment if
+                it takes an argument. A ``policy`` given as well is only the source of weights.
             num_trajectories: Episodes of one evaluation.
-            max_steps: Truncate episodes after this many steps; of this and a limit that the
-                environment has, the smaller one counts.
-            frames_per_batch: Frames, over all environments, between two looks at how many episodes
+            max_steps: Truncate episodes after this many steps, or at the environment's own limit
+                if that is smaller.
+            frames_per_batch: Frames, over all environments, between two counts of the episodes that
                 have ended; by default 64 steps of each environment.
             collector_cls: Only `Collector`.
             collector_kwargs: Further arguments of `MultiSyncCollector` (of `RayCollector`):
                 ``num_envs``, ``create_env_kwargs``, ….
             weight_sync_schemes: Per model id; see `MultiSyncCollector`.
-            log_prefix: What names of results begin with.
+            log_prefix: The prefix of names of results.
             reward_keys: The entry that is summed up over an episode; of several agents, the mean.
-            done_keys: Only ``("next", "done")``: episodes end where the environment's flags say.
-            device: Where the policy runs.
+            done_keys: ``("next", "done")`` only, because the environment's flags end episodes.
+            device: The device of the policy.
             exploration_type: How a probabilistic policy acts.
             metrics_fn: Called in the worker with the whole episodes, padded, ``[N, T]`` with
                 ``("collector", "mask")``; returns further scalars by name. Without it, observations
                 are not kept.
             dump_video: Have the environment's transforms write the videos that they recorded, with
                 ``env.transform.dump(step=...)`` after each evaluation; TorchRL's have that.
-            on_result: Called with each result, a `TensorDict` of scalars, as soon as it is there;
-                in a thread of the evaluator's, inline in the caller's. It may trigger evaluations,
-                not wait for them.
-            busy_policy: What `trigger_eval` does while a request is under way: ``"skip"`` (return
-                ``False``), ``"error"``, or ``"queue"``, where every request keeps its weights.
+            on_result: A function that gets each result as a `TensorDict` of scalars (`poll` returns
+                an `Evaluation`). It runs in a thread of the evaluator's, inline in the caller's. It
+                may trigger evaluations, but not wait for them.
+            busy_policy: The reaction of `trigger_eval` while a request is under way: ``"skip"``
+                (return ``False``), ``"error"``, or ``"queue"``, which keeps every request with its
+                weights.
             backend: ``"process"``; ``"ray"``; or ``"inline"``: in this process, which waits.
             init_fn: Called first in the worker.
-            num_gpus: Of the Ray actor.
+            num_gpus: GPUs of the Ray actor.
             ray_kwargs: Further options of the Ray actor.
-            seed: What every evaluation begins with, so that all of them start from the same states;
-                by default each has fresh ones.
+            seed: The seed of every evaluation, so that all start from the same states. By default
+                each evaluation has new start states.
             timeout: Seconds that an evaluation may take; a worker that takes longer is killed.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another.
-            WorkerError: what the worker raised while it started.
+            WorkerError: an exception of the worker at its start.
         """
         if policy is None and policy_factory is None:
             raise ConfigError("an Evaluator needs policy= or policy_factory=")
@@ -469,9 +470,8 @@ class Evaluator:
         """Evaluate and wait for the result, after all requests made before.
 
         Args:
-            weights: What to act with: a module (parameters and buffers), a `TensorDict` or a state
-                dict. By default the weights that ``policy`` has now, if it is a module; else those
-                that the worker has.
+            weights: A module (parameters and buffers), a `TensorDict` or a state dict. The default
+                is the present weights of ``policy``, if it is a module, else the worker's.
             step: Label of the result; by default requests are counted.
             weights_dict: Weights by model id, such as ``"env.transform[0]"``.
             version: Version of the weights; by default the one after the newest.
@@ -502,7 +502,7 @@ class Evaluator:
         """Begin an evaluation with a copy of the current weights.
 
         Returns:
-            Whether it was accepted: ``False`` where another is under way and ``busy_policy`` is
+            Whether it was accepted: ``False`` if another is under way and ``busy_policy`` is
             ``"skip"``.
 
         Raises:

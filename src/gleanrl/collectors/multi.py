@@ -41,18 +41,18 @@ class MultiCollector(CollectorWithWorkers):
     ) -> None:
         """Start the workers; each builds its environments and resets them once.
 
-        Everything a worker needs is sent to it: lambdas, closures and what lives in ``__main__``
-        included.
+        Workers are sent everything they need, including lambdas, closures and definitions in
+        ``__main__``.
 
         Args:
-            create_env_fn: What each worker collects from: a list with one entry per worker, or one
-                for all together with ``num_workers``. `Collector` says what an entry can be.
-            policy: What acts. Workers get copies.
+            create_env_fn: The environments: a list with one entry per worker, or one entry for all
+                together with ``num_workers``. `Collector` lists the kinds of entries.
+            policy: The policy. Workers get copies.
             **kwargs: See `gleanrl.collectors.arguments.MultiArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
-            WorkerError: what a worker raised; it is an instance of its own class as well.
+            WorkerError: an exception of a worker; it is an instance of its own class as well.
             WorkerDied: a worker's process ended while starting.
             CollectorTimeout: workers did not come up in time.
         """
@@ -124,8 +124,8 @@ class MultiAsyncCollector(MultiCollector):
     """A batch is one rollout of one worker, delivered on arrival.
 
     Workers act with copies of the policy: call `update_policy_weights_` after each optimizer step.
-    Workers continue while you learn: each has one rollout ahead of it besides the one it is making.
-    After `update_policy_weights_` every rollout that begins uses the new weights.
+    Workers continue while you learn; each is at most two rollouts ahead. After
+    `update_policy_weights_` every rollout that begins uses the new weights.
 
     Example:
         >>> from gleanrl.collectors import MultiAsyncCollector
@@ -160,8 +160,8 @@ class AsyncCollector(MultiAsyncCollector):
         """Start the worker.
 
         Args:
-            create_env_fn: What to collect from; see `Collector`.
-            policy: What acts.
+            create_env_fn: The environments; see `Collector`.
+            policy: The policy.
             **kwargs: See `gleanrl.collectors.arguments.MultiArguments`; ``num_workers`` is 1.
         """
         if kwargs.get("num_workers") not in (None, 1):

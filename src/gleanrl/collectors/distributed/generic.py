@@ -43,13 +43,13 @@ class DistributedCollector(CollectorWithWorkers):
 
     Nodes act with copies of the policy: call `update_policy_weights_` after each optimizer step.
 
-    A launcher starts one node per entry of ``create_env_fn``. Each connects to this process, shows
-    that it knows the secret it was given, and serves like a worker of a `MultiCollector`: with
-    ``sync=True`` a batch is a stack of one rollout of every node, otherwise the rollout of
-    whichever was first. Rollouts and weights travel as flat tensors over ``torch.distributed``.
+    A launcher starts one node per entry of ``create_env_fn``. Each node connects to this process,
+    proves that it knows the secret, and serves like a worker of a `MultiCollector`. With
+    ``sync=True`` a batch is a stack of one rollout of every node, otherwise the first
+    rollout to arrive. Rollouts and weights travel as flat tensors over ``torch.distributed``.
 
-    A node whose process, host or network goes down is named in a `WorkerDied`: at once where its
-    connection tells or its launcher knows, else after ``heartbeat`` seconds.
+    `WorkerDied` names a node whose process, host or network goes down: at once if its connection
+    ends or its launcher reports it, else after ``heartbeat`` seconds.
 
     Example:
         >>> from gleanrl.collectors import DistributedCollector
@@ -70,14 +70,14 @@ class DistributedCollector(CollectorWithWorkers):
         """Start the nodes; each builds its environments and resets them once.
 
         Args:
-            create_env_fn: What each node collects from: a list with one entry per node, or one
-                environment for a single node. `Collector` says what an entry can be.
-            policy: What acts. Nodes get copies.
+            create_env_fn: The environments: a list with one entry per node, or one entry for a
+                single node. `Collector` lists the kinds of entries.
+            policy: The policy. Nodes get copies.
             **kwargs: See `gleanrl.collectors.arguments.DistributedArguments`.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
-            WorkerError: what a node raised; it is an instance of its own class as well.
+            WorkerError: an exception of a node; it is an instance of its own class as well.
             WorkerDied: a node ended while starting.
             CollectorTimeout: nodes did not come up in time.
         """

@@ -24,7 +24,7 @@ class RayCollector(CollectorWithWorkers):
 
     One actor per entry of ``create_env_fn``, each with a copy of the policy; it serves like a
     worker of a `MultiCollector`. With ``sync=True`` a batch is a stack of one rollout of every
-    actor, otherwise the rollout of whichever was first. A rollout is one object in
+    actor, otherwise the first rollout to arrive. A rollout is one object in
     Ray's store, which this process copies once into the memory of the batch. Weights are one object
     per update for all actors.
 
@@ -54,9 +54,9 @@ class RayCollector(CollectorWithWorkers):
         """Create the actors; each builds its environments and resets them once.
 
         Args:
-            create_env_fn: What each actor collects from: a list with one entry per actor, or one
-                for all together with ``num_collectors``. `Collector` says what an entry can be.
-            policy: What acts. Actors get copies.
+            create_env_fn: The environments: a list with one entry per actor, or one entry for all
+                together with ``num_collectors``. `Collector` lists the kinds of entries.
+            policy: The policy. Actors get copies.
             **kwargs: See `gleanrl.collectors.arguments.RayArguments`.
 
         Raises:
