@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from tensordict import TensorDict
 
-from gleanrl import CSVLogger, TensorBoardLogger
+from gleanrl import CSVLogger, TensorBoardLogger, WandbLogger
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.data import Categorical, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from gleanrl.envs import EnvBase
@@ -444,6 +444,34 @@ def test_curves_go_to_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path)).Reload()
     points = events.Scalars("collector/return_mean")
     assert [(point.step, point.value) for point in points] == [(10, 15.0), (20, 15.0)]
+
+
+class Run:
+    """A run of Weights & Biases."""
+
+    def __init__(self):
+        self.summary, self.frames = {}, []
+
+    def log(self, row):
+        self.summary |= row
+        self.frames.append(row["collector/frames"])
+
+
+def test_curves_repeat_no_point_after_a_load(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, state = Run(), None
+    for until in (40, 60):  # the first run is interrupted
+        loggers = [TensorBoardLogger(tmp_path), WandbLogger(run)]
+        with Collector(Counting, frames_per_batch=10, total_frames=60, logger=loggers) as collector:
+            if state:
+                collector.load_state_dict(state)
+            while (frames := collector.stats()["frames"]) < until:
+                state = collector.state_dict() if frames == 20 else state
+                collector.next()
+    assert run.frames == [10, 20, 30, 40, 50, 60]
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("collector/frames")
+    assert [point.step for point in points] == [10, 20, 30, 40, 50, 60]
 
 
 def test_a_logger_that_raises_is_left_out_and_no_batch_is_lost():

@@ -93,12 +93,12 @@ def parser() -> _Parser:
     top.add_argument("--version", action="version", version=f"gleanrl {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", dest="name", required=True)
     top.commands = commands.choices
-    for name, asked in options.COMMANDS.items():
-        about, _, more = inspect.cleandoc(asked.__doc__ or "").partition("\n\n")
+    for name, kind in options.COMMANDS.items():
+        about, _, more = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
         below = commands.add_parser(
             name, help=about, description=about, epilog=more, formatter_class=raw
         )
-        options.add_options(below, asked)
+        options.add_options(below, kind)
         below.add_argument(
             "--traceback",
             action="store_true",
@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())
     try:
         module = import_module(f"gleanrl.cli.{found['name']}_command")
-        asked = kind(**{item.name: found[item.name] for item in fields(kind)})
-        return int(module.run(asked))
+        return int(module.run(kind(**{item.name: found[item.name] for item in fields(kind)})))
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted", False)
     except BrokenPipeError:

@@ -119,7 +119,10 @@ class CSVLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Scalars over frames for TensorBoard (extra ``tensorboard``)."""
+    """Scalars over frames for TensorBoard (extra ``tensorboard``).
+
+    When the collector loads a state, TensorBoard hides the earlier points beyond its frames.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], every_s: float = 0.0, prefix: str = "collector/"
@@ -130,12 +133,19 @@ class TensorBoardLogger(Logger):
         module = imported(
             "torch.utils.tensorboard", "tensorboard", "TensorBoardLogger", ImportError
         )
-        self._writer = module.SummaryWriter(os.fspath(path))
+        self._open = partial(module.SummaryWriter, os.fspath(path))
+        self._writer = self._open()
 
     def write(self, stats: Stats) -> None:
         """Add one point to every curve."""
         for name, value in _numbers(stats).items():
             self._writer.add_scalar(self._prefix + name, value, int(stats["frames"]))
+
+    def resume(self, frames: int) -> None:
+        """Hide the points of this folder that have more ``frames``."""
+        super().resume(frames)
+        self._writer.close()
+        self._writer = self._open(purge_step=frames + 1)
 
     def close(self) -> None:
         """Write buffered data and close the files."""
@@ -143,7 +153,10 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Scalars for Weights & Biases (extra ``wandb``)."""
+    """Scalars for Weights & Biases (extra ``wandb``).
+
+    When the collector loads a state, frames that the run has logged before are not logged again.
+    """
 
     def __init__(
         self, run: Any = None, every_s: float = 0.0, prefix: str = "collector/", **init: Any
@@ -151,13 +164,19 @@ class WandbLogger(Logger):
         """Log to ``run``, which stays open at the end, or to one made by ``wandb.init(**init)``."""
         super().__init__(every_s)
         self._own, self._prefix = run is None, prefix
-        self._run = run
+        self._run, self._logged = run, 0
         if run is None:
             self._run = imported("wandb", "wandb", "WandbLogger", ImportError).init(**init)
 
     def write(self, stats: Stats) -> None:
         """Log one point of every curve."""
-        self._run.log({self._prefix + name: value for name, value in _numbers(stats).items()})
+        if stats["frames"] > self._logged:
+            self._run.log({self._prefix + name: value for name, value in _numbers(stats).items()})
+
+    def resume(self, frames: int) -> None:
+        """Leave out points up to the last one that the run has."""
+        super().resume(frames)
+        self._logged = self._run.summary.get(self._prefix + "frames", 0)
 
     def close(self) -> None:
         """Finish the run if this logger made it."""

@@ -64,7 +64,7 @@ class _Episodes:
         return found
 
 
-class _Whole:
+class _Totals:
     """The sums of all workers, since collection began."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class _Whole:
         self.episodes = _Episodes()
 
 
-class _Worker(_Whole):
+class _Worker(_Totals):
     """The sums of one worker."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Measures:
         self._bytes = 0
         """Rewards and ends added since batches were added up."""
         self._workers = [_Worker() for _ in range(workers)]
-        self._all = _Whole()
+        self._all = _Totals()
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = self._settled = 0.0
@@ -115,21 +115,21 @@ class Measures:
         """Seconds from the request for the newest batch to its arrival."""
         self._history = History()
 
-    def add(self, reports: Mapping[int, Report], version: int, asked: float) -> float:
+    def add(self, reports: Mapping[int, Report], version: int, requested: float) -> float:
         """Take in the rollouts of a batch; return when.
 
         Args:
             reports: What workers say of them, by worker. No reference to a report is kept.
             version: The learner's newest policy version.
-            asked: When the batch was asked for; rates count from the first time.
+            requested: When the batch was requested; rates count from the first time.
         """
         now = monotonic()
         shares: list[_Share] = []
         for worker, r in reports.items():
             shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
             self._bytes += len(r.ended)
-        self._took = now - asked
-        self._waiting.append((now, asked, version, shares))
+        self._took = now - requested
+        self._waiting.append((now, requested, version, shares))
         if len(self._waiting) > _MOST_BATCHES or self._bytes > _MOST_BYTES:
             self.settle()
         return now
@@ -157,10 +157,10 @@ class Measures:
         self._bytes = 0
         rollouts: list[list[tuple[_Seconds, Ended, int]]] = [[] for _ in self._workers]
         """Of each worker, with the frames of all until then."""
-        for now, asked, version, shares in batches:
+        for now, requested, version, shares in batches:
             if not self._began:
-                self._mark(asked)
-                self._began = self._newest = asked
+                self._mark(requested)
+                self._began = self._newest = requested
             oldest, everything = version, self._all
             for index, frames, its_version, seconds, ended in shares:
                 everything.frames += frames
@@ -198,7 +198,7 @@ class Measures:
         self._mark_due = now + _MARK_S
 
     def _counts(self) -> list[_Episodes]:
-        return [whole.episodes for whole in (self._all, *self._workers)]
+        return [totals.episodes for totals in (self._all, *self._workers)]
 
     def state_dict(self) -> list[tuple[int, torch.Tensor]]:
         """Return how many episodes ended, and the last ones: of all workers, then of each."""
@@ -233,12 +233,12 @@ class Measures:
             if newest or not self._newest or monotonic() - self._settled > _RECENT_S:
                 self.settle()
             indices = range(len(self._workers)) if worker is None else [worker]
-            whole = self._all if worker is None else self._workers[worker]
+            totals = self._all if worker is None else self._workers[worker]
             return {
                 **self._rates(indices),
-                **whole.episodes.stats(),
+                **totals.episodes.stats(),
                 **_shares([self._workers[index].seconds for index in indices]),
-                "lag": whole.lag,
+                "lag": totals.lag,
             }
 
     def _rates(self, workers: Sequence[int]) -> dict[str, float]:

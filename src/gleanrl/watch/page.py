@@ -149,14 +149,14 @@ def histogram(values: Array, most: int = _BINS) -> tuple[Array, Array]:
         return np.empty(0), np.empty(0, int)
     low, high = float(values.min()), float(values.max())
     step = _step(high - low if high - low > 1e-200 else 1.0, most)
-    step = max(step, 1.0) if _whole(values) else step
+    step = max(step, 1.0) if _are_integers(values) else step
     first = float(np.floor(low / step))
     bins = (np.floor(values / step) - first).astype(np.int64)
     counts = np.bincount(bins)
     return (first + np.arange(len(counts))) * step, counts
 
 
-def _whole(values: Array) -> bool:
+def _are_integers(values: Array) -> bool:
     return bool(np.all(values == np.round(values)))
 
 
@@ -199,7 +199,7 @@ class _Axis:
             pad = max(0.5, 0.05 * abs(high))
             low, high = (0.0, high or 1.0) if zero and high >= 0 else (low - pad, high + pad)
         step = _step(high - low, most)
-        step = max(step, 1.0) if _whole(values) else step
+        step = max(step, 1.0) if _are_integers(values) else step
         if not tight:
             low, high = math.floor(low / step) * step, math.ceil(high / step) * step
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -84,19 +84,21 @@ class Timeline:
                     self._file.close()
                 warnings.warn(f"the timeline ends here: {err}", UserWarning, stacklevel=3)
 
-    def gathered(self, reports: Mapping[int, Report], version: int, asked: float) -> None:
+    def gathered(self, reports: Mapping[int, Report], version: int, requested: float) -> None:
         """Add a batch of ``reports``, by worker.
 
         Args:
             reports: Of its rollouts.
             version: The newest policy version.
-            asked: When the learner asked for it.
+            requested: When the learner requested it.
         """
         now = monotonic()
         frames = sum(report.frames for report in reports.values())
         events = [
-            self._slice(0, "learner", self._delivered, asked),
-            self._slice(0, "batch", asked, now, f'"frames":{frames},"policy version":{version}'),
+            self._slice(0, "learner", self._delivered, requested),
+            self._slice(
+                0, "batch", requested, now, f'"frames":{frames},"policy version":{version}'
+            ),
         ]
         self._delivered = now
         for worker, report in reports.items():
@@ -132,10 +134,10 @@ class Timeline:
             self._shifts[worker] = 0.0 if same else now - ended_at
         return self._shifts[worker]
 
-    def published(self, asked: float, version: int) -> None:
-        """Add an update of weights that began at its request (``asked``)."""
+    def published(self, requested: float, version: int) -> None:
+        """Add an update of weights that began at its request (``requested``)."""
         args = f'"policy version":{version}'
-        self._write(self._slice(0, "publish weights", asked, monotonic(), args))
+        self._write(self._slice(0, "publish weights", requested, monotonic(), args))
 
     def close(self) -> None:
         """Complete the file. Idempotent.

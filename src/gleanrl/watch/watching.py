@@ -95,21 +95,21 @@ class Watching:
         self._file.remove()
 
     def gathered(
-        self, reports: Rollouts, version: int, asked: float, status: Callable[[], Status]
+        self, reports: Rollouts, version: int, requested: float, status: Callable[[], Status]
     ) -> None:
         """Take in a batch.
 
         Args:
             reports: Of its rollouts, by worker.
             version: The newest policy version.
-            asked: When the learner asked for it.
+            requested: When the learner requested it.
             status: Returns what `status` does.
         """
-        now = self._measures.add(reports, version, asked)
+        now = self._measures.add(reports, version, requested)
         for watcher in self._watchers:
             watcher(reports, version)
         if (timeline := self._timeline) is not None:
-            timeline.gathered(reports, version, asked)
+            timeline.gathered(reports, version, requested)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
         if now >= self._measures.show_due or self._budget.delivered >= self._last:
@@ -127,10 +127,10 @@ class Watching:
         end = time.monotonic()
         self._measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
-    def published(self, asked: float, version: int) -> None:
-        """Add an update of weights that began at its request (``asked``)."""
+    def published(self, requested: float, version: int) -> None:
+        """Add an update of weights that began at its request (``requested``)."""
         if (timeline := self._timeline) is not None:
-            timeline.published(asked, version)
+            timeline.published(requested, version)
 
     def stats(self, worker: int | None = None) -> dict[str, float]:
         """Return rates, episodes, shares of time and lag; see `Measures.stats`."""

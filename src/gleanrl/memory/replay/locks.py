@@ -169,8 +169,8 @@ def _lock_holder(fd: int) -> int | None:
 
 def _is_held(fd: int, byte: int) -> tuple[bool, int]:
     """Tell whether another process has locked ``byte``, and that process if it is known."""
-    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, question))
     return kind != fcntl.F_UNLCK, pid
 
 
