@@ -25,8 +25,7 @@ from gleanrl.core.errors import (
 )
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int, seconds
-from gleanrl.engine.dispatch import Ticket
-from gleanrl.engine.engine import Engine
+from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.parallel_worker import (
     COMMAND,
@@ -52,7 +51,7 @@ class Exchange:
     The memory is environment-major over all workers, so their results are one tensor per field.
     """
 
-    def __init__(self, engine: Engine, found: Sequence[EnvWorkerInfo]) -> None:
+    def __init__(self, engine: Session, found: Sequence[EnvWorkerInfo]) -> None:
         """Reserve the row.
 
         Args:
@@ -79,7 +78,6 @@ class Exchange:
             m.Collect(slab.reference(0, worker, base, 0)) for worker in range(len(layouts))
         ]
         self._engine = engine
-        self._dispatcher = engine.dispatcher
         self._command: EnvCommand | None = None
         self._inputs, self._casts = found[0].inputs, found[0].casts
         self._present = self._inputs
@@ -115,12 +113,12 @@ class Exchange:
         if command is not self._command:
             self.views[COMMAND].fill_(int(command))
             self._command = command
-        commands, post = self._commands, self._dispatcher.post
+        commands, post = self._commands, self._engine.send
         self._underway = tickets = [post(worker, sent) for worker, sent in enumerate(commands)]
         self.settle(timeout)
         for ticket in tickets:
-            if isinstance(ticket.reply, m.Failed):
-                raise ticket.reply.error
+            if ticket.error is not None:
+                raise ticket.error
 
     def settle(self, timeout: float | None) -> None:
         """Wait for tasks under way, which workers may still carry out after an interrupt.
@@ -131,7 +129,8 @@ class Exchange:
         """
         deadline = Deadline(timeout)
         while late := [ticket.worker for ticket in self._underway if ticket.reply is None]:
-            self._dispatcher.receive_in_time(deadline, late, "finish their step")
+            self._engine.raise_if_failed()
+            self._engine.receive_in_time(deadline, late, "finish their step")
         self._underway = []
 
 
@@ -200,7 +199,7 @@ class ParallelEnv(RowEnv):
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
         super().__init__(device=device)
-        self._engine: Engine | None = None
+        self._engine: Session | None = None
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class ParallelEnv(RowEnv):
             )
             for part in self._parts
         ]
-        engine = Engine(lambda _: ProcessBackend(self._threads), factories)
+        engine = Session(lambda _: ProcessBackend(self._threads), factories)
         try:
             self._join(engine)
         except BaseException:
@@ -241,7 +240,7 @@ class ParallelEnv(RowEnv):
         # The finalizer must not hold the environment itself, or it would never be collected.
         self._closing = weakref.finalize(self, engine.close, 5.0)
 
-    def _join(self, engine: Engine) -> None:
+    def _join(self, engine: Session) -> None:
         found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
         if any(info.inputs != found[0].inputs for info in found):  # only some step without them
             found = engine.request_all(m.Call("described", (False,)))
@@ -267,7 +266,7 @@ class ParallelEnv(RowEnv):
             self._engine.close(self._close_s, raise_on_error=True)
 
     @contextmanager
-    def _workers(self) -> Iterator[Engine]:
+    def _workers(self) -> Iterator[Session]:
         """Return the engine, after finishing an interrupted step.
 
         Ctrl-C comes while workers are waited for. A worker that is lost ends all: no step could be
@@ -457,7 +456,7 @@ class EnvCreator:
         if self._meta_data is None:
             # In a process of its own: making one may take over a display, a GPU or much memory.
             factory = EnvWorkerBuilder((self._make,), (self._kwargs,), torch.initial_seed())
-            engine = Engine(lambda _: ProcessBackend(), [factory])
+            engine = Session(lambda _: ProcessBackend(), [factory])
             try:
                 self._meta_data = engine.request(0, m.Call("meta_data"))
             finally:

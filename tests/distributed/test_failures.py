@@ -299,7 +299,7 @@ def test_a_node_that_hangs_is_replaced_and_ended():
             if number_in(batch) == 1:
                 of_one.append(batch["next", "observation"][:, 1].tolist())
         assert of_one == [list(range(1, 9))] * 2
-        while len(collector._engine.dispatcher.alive) == 2:
+        while len(collector._engine.alive) == 2:
             collector.next()
 
 

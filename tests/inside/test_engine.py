@@ -126,7 +126,7 @@ def test_after_a_failure_the_other_workers_have_a_moment_to_end_their_rollouts()
     collect(engine)
     with pytest.raises(ZeroDivisionError):
         collect(engine)
-    assert engine.dispatcher.alive == [0, 1]
+    assert engine.alive == [0, 1]
 
 
 def test_after_an_update_that_fails_in_a_worker_all_rollouts_are_heard_out():
@@ -177,7 +177,7 @@ def test_a_command_has_only_those_rollouts_made_again_that_came_before_it(quick)
     for _ in range(2):  # begins a batch; takes in what has come of it
         assert not engine.ready(budget, feed=True, timeout=None)
     command = m.SetState({"rollouts": 100})
-    engine.request_each({0: command, 1: command}, timeout=None, discard=budget)
+    engine.restart({0: command, 1: command}, budget, timeout=None)
     batch, _ = engine.collect(budget)
     stamps = check_stamps(batch)
     assert stamps[quick] == quick * 10**6 + 100

@@ -16,13 +16,13 @@ from gleanrl import (
     ReplayBuffer,
 )
 from gleanrl.core import messages as m
-from gleanrl.engine import dispatch
+from gleanrl.engine import session
 
 
 @pytest.fixture
 def told(monkeypatch):
     """Have users told of silent workers after half a second; return what warnings say."""
-    monkeypatch.setattr(dispatch, "_NOTICE_S", 0.5)
+    monkeypatch.setattr(session, "_NOTICE_S", 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         texts = queue.SimpleQueue()

@@ -46,10 +46,11 @@ from gleanrl.core.errors import (
 from gleanrl.core.keys import MASK, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, limit, warn
-from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine, MakeBackend
+from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.replacing import Replacements
+from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
 from gleanrl.engine.weight_sync import Models, WeightSync
 from gleanrl.memory.tensordicts import groups_of
 from gleanrl.transport.inline import InlineBackend
@@ -186,7 +187,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         if isinstance(plan.interruptor, Interruptor):
             plan.interruptor.attach(engine.backend.stop_byte)
             stopped = plan.interruptor.collection_stopped
-        engine.dispatcher.tolerant = self._arguments["on_failure"] != "raise"
+        engine.tolerant = self._arguments["on_failure"] != "raise"
         self._budget = engine.plan(
             plan.limits, plan.frames, plan.batches, enough=plan.enough, stopped=stopped
         )
@@ -761,7 +762,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 self._collect(feed=False)  # it is in the buffer, or will be
             self._ready.clear()
             self._pipeline.forget()
-            return self._engine.request_each(commands, discard=self._budget)
+            return self._engine.restart(commands, self._budget)
 
     def state_dict(self) -> dict[str, Any]:
         """Return policy and environment state, counters, statistics, versions and random streams.

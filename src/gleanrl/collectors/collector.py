@@ -21,9 +21,10 @@ from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
-from gleanrl.engine.engine import CLOSE_TIMEOUT_S, Engine
+from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import Interruptor, stop_byte
 from gleanrl.engine.replacing import reseeded
+from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 

@@ -29,7 +29,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
 from gleanrl.core.options import check_int, warn
-from gleanrl.engine.engine import CLOSE_TIMEOUT_S
+from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.weights.snapshot import check_weights, cloned, warn_of_no_weights, weights_of
 
 _POLL_INTERVAL_S = 0.2

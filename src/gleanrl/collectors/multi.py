@@ -15,8 +15,8 @@ from gleanrl.collectors.with_workers import CollectorWithWorkers
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
-from gleanrl.engine.engine import MakeBackend
 from gleanrl.engine.interruptor import stop_byte
+from gleanrl.engine.session import MakeBackend
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 

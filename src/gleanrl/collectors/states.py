@@ -31,7 +31,7 @@ def states_of(engine: Engine) -> dict[str, Any]:
                 "life": lives[worker],
             }
     if not entries:
-        raise engine.dispatcher.lost[0]
+        raise engine.lost[0]
     newest = max(entries.values(), key=lambda entry: entry["policy_version"])
     for worker, life in enumerate(lives):
         fresh = {"env_state_dict": {}, "worker": {"policy_version": newest["policy_version"]}}
@@ -65,7 +65,7 @@ def restoring(
 
 def number_lives(engine: Engine, entries: list[Any]) -> None:
     """Continue the counts of lives, and so the trajectory ids, from a state."""
-    alive = engine.dispatcher.alive
+    alive = engine.alive
     for worker, entry in enumerate(entries):
         life = int(entry.get("life", 0))
         if entry.get("lost"):  # it begins a life, which must not be one that is over

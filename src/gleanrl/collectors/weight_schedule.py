@@ -47,9 +47,9 @@ class WeightSchedule:
 
     def before(self, collector: BaseCollector) -> None:
         """Send the learner's newest weights to the workers that are due."""
-        if self._due and collector._engine.dispatcher.tolerant:
+        if self._due and collector._engine.tolerant:
             collector._engine.check()  # workers that were lost meanwhile need no weights
-            self._due &= set(collector._engine.dispatcher.alive)
+            self._due &= set(collector._engine.alive)
         if self._due and collector.learner_policy is not None:
             everybody = len(self._due) == len(self._waiting)
             collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))

@@ -123,7 +123,7 @@ class CollectorWithWorkers(BaseCollector):
         stats["worker_frames"] = sum(tally.frames for tally in engine.tallies)
         if workers == "per_worker":
             stats.clear()
-        alive = engine.dispatcher.alive
+        alive = engine.alive
         stats["workers"], stats["workers_alive"] = self.num_workers, len(alive)
         stats["workers_lost"], stats["rollouts_queued"] = engine.losses, engine.gather.queued
         for worker, tally in enumerate(engine.tallies if workers != "aggregate" else ()):

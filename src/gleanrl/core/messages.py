@@ -165,6 +165,8 @@ class Close:
 
 NoWeights: TypeAlias = Bind | Load | Close
 """Commands before which a worker does not look for newer weights."""
+Reading: TypeAlias = GetState | Get
+"""Commands that change nothing."""
 Command: TypeAlias = (
     Collect | Load | Bind | Place | Seed | Reset | GetState | SetState | Call | Get | Close
 )

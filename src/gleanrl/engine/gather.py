@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,9 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import CollectorTimeout, WorkerDied
-from gleanrl.core.protocols import Stop
 from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.dispatch import Dispatcher, Ticket
+from gleanrl.engine.session import Session, Ticket
 
 _EXIT_GRACE_S = 2.0
 """Seconds for the other workers to end their rollouts, before the error of one is raised."""
@@ -32,11 +29,9 @@ Rollouts: TypeAlias = Mapping[int, m.Report]
 class Gather(abc.ABC):
     """Requests rollouts of workers and returns complete batches."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, slots: Sequence[Slots], frames: Sequence[int]
-    ) -> None:
+    def __init__(self, session: Session, slots: Sequence[Slots], frames: Sequence[int]) -> None:
         """Request ``frames[w]`` frames of worker ``w`` at a time."""
-        self._dispatcher = dispatcher
+        self.session = session
         self._slots = list(slots)
         self._frames = tuple(frames)
         self.dropped = 0
@@ -101,24 +96,16 @@ class _Round:
     """Whether the rollouts use random actions."""
     deadline: Deadline
     tickets: list[Ticket] = field(default_factory=list)
-    """Of the workers that can still reply."""
-    errors: list[BaseException] = field(default_factory=list)
-    """The errors of lost workers."""
 
     @property
     def late(self) -> list[int]:
-        """Workers that have not replied."""
-        return [ticket.worker for ticket in self.tickets if ticket.reply is None]
+        """Workers that still owe their rollout."""
+        return [t.worker for t in self.tickets if t.reply is None and t.lost is None]
 
     @property
     def finished(self) -> int:
         """The number of workers that have replied."""
-        return len(self.tickets) - len(self.late)
-
-    @property
-    def failures(self) -> list[BaseException]:
-        """The errors of the round."""
-        return self.errors or [t.reply.error for t in self.tickets if isinstance(t.reply, m.Failed)]
+        return sum(ticket.reply is not None for ticket in self.tickets)
 
 
 class SyncGather(Gather):
@@ -129,10 +116,9 @@ class SyncGather(Gather):
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        session: Session,
         slots: Slots,
         frames: Sequence[int],
-        stop: Stop,
         *,
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
@@ -140,15 +126,13 @@ class SyncGather(Gather):
         """Gather from every worker.
 
         Args:
-            dispatcher: Speaks to the workers.
+            session: With the workers.
             slots: Of batches that hold the rollouts of all.
             frames: What each worker is asked for.
-            stop: The byte running rollouts look at.
             enough: Number of workers that have to finish.
             stopped: Whether rollouts are to be stopped from outside.
         """
-        super().__init__(dispatcher, [slots], frames)
-        self._stop = stop
+        super().__init__(session, [slots], frames)
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
@@ -157,9 +141,11 @@ class SyncGather(Gather):
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Let every worker fill its part of a slot. An error ends collection."""
+        slots = self._slots[0]
         try:
             begun = self._begun or self._begin(budget, timeout)
-            self._use_time(begun)
+            slots.prepare(begun.slot)
+            self.meanwhile()
             reports = self._finish(begun)
         except BaseException:
             if self._begun is not None:
@@ -169,7 +155,7 @@ class SyncGather(Gather):
             raise
         self._begun = None
         budget.deliver(sum(self._frames), sum(report.frames for report in reports))
-        return self._slots[0].hand_over(begun.slot, reports), dict(enumerate(reports))
+        return slots.hand_over(begun.slot, reports), dict(enumerate(reports))
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
@@ -179,23 +165,12 @@ class SyncGather(Gather):
         self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
         for worker in range(len(windows)):
-            self._ask_for(begun, worker)
+            self._request(begun, worker)
         return begun
 
-    def _ask_for(self, begun: _Round, worker: int) -> None:
+    def _request(self, begun: _Round, worker: int) -> None:
         command = m.Collect(begun.windows[worker], begun.random)
-        try:
-            begun.tickets.append(self._dispatcher.post(worker, command))
-        except (WorkerDied, CollectorTimeout) as err:
-            begun.errors.append(err)
-
-    def _use_time(self, begun: _Round) -> None:
-        """Do other work while workers collect; raise its errors after all workers have replied."""
-        try:
-            self._slots[0].prepare(begun.slot)
-            self.meanwhile()
-        except Exception as err:
-            begun.errors.append(err)
+        begun.tickets.append(self.session.send(worker, command))
 
     def _count_dropped(self, begun: _Round, budget: Budget) -> None:
         """Count the rollouts of a failed round; those that workers have stored were delivered."""
@@ -211,36 +186,29 @@ class SyncGather(Gather):
         """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
 
         Raises:
-            Exception: the first failure.
+            Exception: the first failure, which may be that of an earlier command.
         """
-        dispatcher = self._dispatcher
-        stopping = False
-        if not (begun.errors or dispatcher.can_continue):  # noticed by a call in between
-            self._fail(begun, dispatcher.lost[0])
+        failures: list[BaseException] = []
         while late := begun.late:
-            if not stopping and (failures := begun.failures):
-                begun.errors, begun.deadline = failures, Deadline(_EXIT_GRACE_S)
-                stopping = True
+            if not failures and (failures := self._failures(begun)):
+                begun.deadline = Deadline(_EXIT_GRACE_S)
                 self._set_stop(True)
-            try:
-                dispatcher.receive_in_time(begun.deadline, late, _TASK)
-            except Exception as err:  # also that of a command which was sent before
-                self._fail(begun, err)
-            if not stopping:
+            self.session.receive_in_time(begun.deadline, late, _TASK)
+            if not failures:
                 self._update_stop(begun)
-        for error in begun.failures:
+        for error in failures or self._failures(begun):
             raise error
         self._update_stop()
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
 
-    def _fail(self, begun: _Round, error: BaseException) -> None:
-        begun.errors.append(error)
-        begun.tickets = [t for t in begun.tickets if self._dispatcher.has(t.worker)]
+    def _failures(self, begun: _Round) -> list[BaseException]:
+        failures = [ticket.error for ticket in begun.tickets if ticket.error is not None]
+        return failures or self.session.take_failures()
 
     def _set_stop(self, stop: bool) -> None:
         wanted: bool | None = None
         while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
-            self._stop[0] = wanted = now
+            self.session.backend.stop_byte[0] = wanted = now
 
     def _update_stop(self, begun: _Round | None = None) -> None:
         """Let rollouts run to their end, unless enough workers have finished."""
@@ -255,11 +223,11 @@ class SyncGather(Gather):
             self._begin(budget, timeout)
         begun = self._begun
         assert begun is not None
-        self._dispatcher.receive_and_check()
+        self.session.receive_available()
         if timeout is None:
-            self._dispatcher.warn_silent()
+            self.session.warn_silent()
         self._update_stop(begun)
-        return bool(begun.deadline.expired or begun.errors or not begun.late)
+        return not (self.session.can_continue and begun.late) or begun.deadline.expired
 
     @property
     def idle(self) -> bool:
@@ -286,7 +254,7 @@ class SyncGather(Gather):
         self._update_stop(begun)
         begun.deadline = Deadline(begun.deadline.seconds)
         for ticket in stale:
-            self._ask_for(begun, ticket.worker)
+            self._request(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
         replies = (ticket.reply for ticket in stale)
         return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
@@ -300,10 +268,10 @@ class AsyncGather(Gather):
     """A batch is complete when any worker has delivered its rollout."""
 
     def __init__(
-        self, dispatcher: Dispatcher, make_slots: Callable[[int], Slots], frames: Sequence[int]
+        self, session: Session, make_slots: Callable[[int], Slots], frames: Sequence[int]
     ) -> None:
         """Gather from the first worker to finish; ``make_slots`` makes a worker's slots."""
-        super().__init__(dispatcher, [make_slots(worker) for worker in range(len(frames))], frames)
+        super().__init__(session, [make_slots(worker) for worker in range(len(frames))], frames)
         self._make_slots = make_slots
         self._queues: list[deque[_Asked]] = [deque() for _ in frames]
 
@@ -311,42 +279,45 @@ class AsyncGather(Gather):
         self, budget: Budget, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy."""
-        if feed and self._dispatcher.can_continue:
+        session = self.session
+        if feed and session.can_continue:
             self._feed_all(budget)
             self._begin_one(budget)
         self.meanwhile()
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:
-            self._dispatcher.raise_if_failed()
+            session.raise_if_failed()
             self._drop_lost(budget)
             if feed and self.idle:  # the workers that had been asked were lost
                 self._feed_all(budget)
                 self._begin_one(budget)
-            self._wait(timeout)
+            late = [ticket.worker for ticket in self._heads()]
+            session.receive_in_time(Deadline(timeout), late, _TASK)
+            if not session.can_continue:  # raised after the delivery of all arrived rollouts
+                session.receive_available()
         worker, asked = first.worker, self._frames[first.worker]
         _, slots, slot = self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
             slots.release(slot)
             budget.cancel(asked)
-            assert isinstance(first.reply, m.Failed)
-            raise first.reply.error
+            assert first.error is not None
+            raise first.error
         report = first.reply.report
         budget.deliver(asked, report.frames)
         batch = slots.hand_over(slot, [report])
-        if feed and self._dispatcher.can_continue:  # else: only what was begun is delivered
+        if feed and self.session.can_continue:  # else: only what was begun is delivered
             self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
-        if feed and self._dispatcher.can_continue:
+        if feed and self.session.can_continue:
             self._feed_all(budget)
         if timeout is None:
-            self._dispatcher.warn_silent()
+            self.session.warn_silent()
         if timeout is not None or self._first() is None:
             self._catch_up(timeout)
-        if self._first() is None:
-            self._dispatcher.raise_if_failed()
+        if self._first() is None and self.session.can_continue:
             self._drop_lost(budget)
             return False
         return True
@@ -367,7 +338,7 @@ class AsyncGather(Gather):
 
     def _begin_one(self, budget: Budget) -> None:
         """Begin a rollout if none is under way, because a caller gets one beyond the budget."""
-        alive = iter(self._dispatcher.alive)
+        alive = iter(self.session.alive)
         while self.idle and (worker := next(alive, None)) is not None:
             self._begin(worker, budget)
 
@@ -385,14 +356,12 @@ class AsyncGather(Gather):
 
     def _begin(self, worker: int, budget: Budget) -> bool:
         """Request a rollout of ``worker``; return ``False`` if it was lost."""
-        if not self._dispatcher.has(worker):  # and some of its slots with it
+        if not self.session.has(worker):  # and some of its slots with it
             return False
         slots = self._slots[worker]
         slot = slots.acquire()
-        try:
-            window = slots.windows(slot)[0]
-            ticket = self._dispatcher.post(worker, m.Collect(window, budget.random))
-        except (WorkerDied, CollectorTimeout):
+        ticket = self.session.send(worker, m.Collect(slots.windows(slot)[0], budget.random))
+        if ticket.lost is not None:
             slots.release(slot)
             return False  # raised when the rollouts that did arrive have been delivered
         budget.dispatch(self._frames[worker])
@@ -416,25 +385,15 @@ class AsyncGather(Gather):
                 first = ticket if first is None or ticket.arrived < first.arrived else first
         return first
 
-    def _wait(self, timeout: float | None) -> None:
-        """Wait for a reply. Errors are raised after the delivery of all arrived rollouts."""
-        late = [ticket.worker for ticket in self._heads()]
-        try:
-            self._dispatcher.receive_in_time(Deadline(timeout), late, _TASK)
-        except (WorkerDied, CollectorTimeout):
-            if self._dispatcher.can_continue:
-                raise
-            self._dispatcher.receive_available()
-
     def _catch_up(self, timeout: float | None) -> None:
         """Receive replies that came while the learner was busy, and note late workers."""
-        self._dispatcher.receive_available()
+        self.session.receive_available()
         if timeout is not None:
-            last, since = self._dispatcher.last_reply, time.monotonic() - timeout
-            due = [t for t in self._heads() if t.reply is None and t.lost is None]
-            late = [t.worker for t in due if max(t.posted, last[t.worker]) <= since]
+            last = self.session.last_reply
+            due = [(t.worker, max(t.posted, last[t.worker])) for t in self._heads() if t.due]
+            late = [worker for worker, since in due if Deadline(timeout, since).expired]
             if late:
-                self._dispatcher.give_up(late, _TASK, Deadline(timeout))
+                self.session.give_up(late, _TASK, Deadline(timeout))
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         frames = 0

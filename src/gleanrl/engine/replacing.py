@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import AsyncGather
@@ -35,8 +34,8 @@ class Replacements:
         """Replace workers of ``engine`` from now on, including workers lost before.
 
         Args:
-            engine: Whose workers.
-            backend: Its backend.
+            engine: Its batches are rollouts of single workers.
+            backend: That of the engine.
             models: Knows the newest weights.
             most: Replacements per worker.
         """
@@ -45,36 +44,26 @@ class Replacements:
         self._started = [0] * engine.workers
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
-        engine.dispatcher.replacing = self
-        for worker in set(range(engine.workers)) - set(engine.dispatcher.alive):
+        engine.replacing = self
+        for worker in set(range(engine.workers)) - set(engine.alive):
             self.replace(worker)
 
     def replace(self, worker: int) -> str:
         """Start a replacement unless the limit is reached; return the end of the warning.
 
-        Never waits. The worker is `Dispatcher.joining` from then on.
+        Never waits. The worker is `Engine.joining` from then on.
         """
         if self._started[worker] == self._most:
             return f", for good (max_relaunches={self._most})"
         self._started[worker] += 1
         # First: an interrupt meanwhile must not have it come unexpected.
-        self._engine.dispatcher.joining.add(worker)
+        self._engine.joining.add(worker)
         self._backend.replace(worker, self._engine.lives[worker] + 1)
         return f" until replacement {self._started[worker]} of {self._most} has joined"
 
-    def welcome(self, reply: m.Ready) -> Sequence[m.Command]:
-        """Return the commands that bring a replacement up to date, before any other command.
-
-        Raises:
-            GleanError: its steps do not look like those of the one that was lost.
-        """
-        engine, worker = self._engine, reply.worker
-        if reply.layout != engine.layouts[worker]:
-            raise GleanError(
-                f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
-            )
-        engine.lives[worker] += 1
-        engine.processes[worker] = reply.process
+    def welcome(self, worker: int) -> Sequence[m.Command]:
+        """Return the commands that bring a replacement up to date, before any other command."""
+        engine = self._engine
         cast("AsyncGather", engine.gather).renew(worker)
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [

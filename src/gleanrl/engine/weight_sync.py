@@ -14,7 +14,7 @@ from torch import nn
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
 from gleanrl.core.protocols import WeightPublisher
-from gleanrl.engine.engine import Engine
+from gleanrl.engine.session import Session
 from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
@@ -56,7 +56,7 @@ class Models:
 
     def __init__(
         self,
-        engine: Engine,
+        session: Session,
         policy: Any,
         schemes: Mapping[str, WeightSyncScheme] | None,
         version: PolicyVersion | None,
@@ -64,12 +64,12 @@ class Models:
         """Remember the learner's policy.
 
         Args:
-            engine: Whose workers run the models.
+            session: With the workers that run the models.
             policy: The policy the user gave, ``None`` if a factory made it.
             schemes: Per model id; says which models are never updated.
             version: The counter to show, if versions are tracked.
         """
-        self._engine = engine
+        self._session = session
         self.policy = policy
         """The learner's policy, ``None`` if a factory made it."""
         self._schemes = dict(schemes or {})
@@ -93,7 +93,7 @@ class Models:
             UnknownModelError: there is none here.
         """
         try:
-            return self._engine.request(0, m.Get(model_id))
+            return self._session.request(0, m.Get(model_id))
         except (AttributeError, LookupError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
@@ -112,7 +112,7 @@ class Models:
         Raises:
             UnknownModelError: there is no model of that id.
         """
-        shapes: Shapes = self._engine.ask(m.Call("describe_weights", (model_id,)))
+        shapes: Shapes = self._session.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
     def chosen(self, worker_ids: Any) -> list[int]:
@@ -188,7 +188,7 @@ class Models:
                 models[model_id] = weights_of(source)
                 if not models[model_id] and source is self.policy:
                     warn_of_no_weights(source)
-        self._engine.request(0, m.Load(m.Snapshot(number, models)))
+        self._session.request(0, m.Load(m.Snapshot(number, models)))
         return [0]
 
     def policy_state(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class WeightSync(Models):
 
     def __init__(
         self,
-        engine: Engine,
+        session: Session,
         policy: Any,
         *,
         made_by_factory: bool,
@@ -234,7 +234,7 @@ class WeightSync(Models):
         """Remember the learner's policy, and set up its publisher.
 
         Args:
-            engine: Whose workers run the models.
+            session: With the workers that run the models.
             policy: The policy the user gave: what is sent when nothing else is given.
             made_by_factory: Whether workers made their own.
             schemes: Per model id; shared memory where nothing is said.
@@ -242,10 +242,10 @@ class WeightSync(Models):
             devices: Per worker, where its policy is.
             keep: Keep what was sent by message, for workers that take the place of others.
         """
-        super().__init__(engine, policy, schemes, version)
+        super().__init__(session, policy, schemes, version)
         self._factory = made_by_factory
         self._serial = 0
-        self._kept = dict.fromkeys(range(engine.workers), m.Snapshot(0, {})) if keep else {}
+        self._kept = dict.fromkeys(range(session.workers), m.Snapshot(0, {})) if keep else {}
         """Per worker, the weights that were last sent to it by message, if they are kept."""
         self._shapes: dict[str, Shapes] = {}
         self._publisher: WeightPublisher | None = None
@@ -291,24 +291,24 @@ class WeightSync(Models):
         """Publish the policy's weights for all workers at once from now on, if possible."""
         scheme = self._scheme(_POLICY)
         if weights and scheme.shared and scheme.applies:
-            self._publisher = self._engine.backend.weight_publisher(weights)
+            self._publisher = self._session.backend.weight_publisher(weights)
         if self._publisher is not None:
-            workers = range(self._engine.workers)
+            workers = range(self._session.workers)
             bind = m.Bind(_POLICY, self._publisher.ref)
-            self._engine.request_each(dict.fromkeys(workers, bind))
+            self._session.request_each(dict.fromkeys(workers, bind))
 
     # -- publishing ------------------------------------------------------------------------------
 
     def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
-        self._engine.check_alive()
+        self._session.check_alive()
         workers = self._recipients(sources, worker_ids)
-        if len(workers) < self._engine.workers or not self._published(sources, number):
+        if len(workers) < self._session.workers or not self._published(sources, number):
             self._send(sources, workers, number)
         return workers
 
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``, after receiving replies to earlier ones."""
-        self._engine.check()
+        self._session.check()
         applied = {name: w for name, w in sources.items() if self._scheme(name).applies}
         copies: dict[str, Weights] = {}
         per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
@@ -316,12 +316,12 @@ class WeightSync(Models):
             for name, weights in models.items():
                 self._check(name, weights)
         self._serial += 1
-        alive = self._engine.dispatcher.alive  # all of them, unless losses are tolerated
+        alive = self._session.alive  # all of them, unless losses are tolerated
         loads = {
             worker: self._load(worker, number, models)
             for worker, models in zip(workers, per_worker, strict=True)
         }
-        self._engine.post({worker: load for worker, load in loads.items() if worker in alive})
+        self._session.post({worker: load for worker, load in loads.items() if worker in alive})
 
     def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
         """Return the message by which ``worker`` loads ``models``; keep them if necessary."""
@@ -439,7 +439,7 @@ class WeightSync(Models):
         Raises:
             ConfigError: a worker that does not exist, or no worker at all.
         """
-        workers = range(self._engine.workers)
+        workers = range(self._session.workers)
         if worker_ids is None:
             return list(workers)
         if isinstance(worker_ids, torch.Tensor):
@@ -473,7 +473,7 @@ class WeightSync(Models):
         for worker, (state, number) in states.items():
             models = {_POLICY: cloned(weights_of(state))} if state else {}
             loads[worker] = self._load(worker, number, models)
-        self._engine.request_each(loads)
+        self._session.request_each(loads)
 
 
 def _is_on(device: torch.device, named: torch.device) -> bool:

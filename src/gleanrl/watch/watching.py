@@ -165,7 +165,7 @@ class Watching:
         ]
         if self._engine.failure is not None:
             facts.append(("failed with", repr(self._engine.failure)))
-        losses = tuple(self._engine.dispatcher.losses)
+        losses = tuple(self._engine.newest_losses)
         save(path, self._measures.history.page(self._name, facts, status["stats"], losses))
 
     @contextmanager

@@ -1,0 +1,596 @@
+"""One session with the workers of a backend: their start, commands, replies, losses and end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
+from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.layout import Layout
+from gleanrl.core.options import warn
+from gleanrl.core.platforms import naming_limits
+from gleanrl.core.protocols import Backend, SourceFactory
+from gleanrl.core.window import Window
+from gleanrl.transport.interrupts import Deferred, FairLock, Turn
+
+_EPISODES = 1 << 32
+"""Trajectories that each environment of a worker may begin in one of the worker's lives."""
+_NOTICE_S = 60.0
+"""Seconds without a reply of a worker after which the user is warned of it."""
+_LOOKS = 12
+"""How often replies are checked meanwhile."""
+_LOSSES = 100
+"""Losses of workers that are remembered."""
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds that workers have to end by themselves after an error."""
+MakeBackend: TypeAlias = Callable[[Callable[[m.WindowRef], Window]], Backend]
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One command on its way, and its reply once that has come."""
+
+    worker: int
+    number: int
+    command: m.Command
+    posted: float
+    watched: bool = False
+    """Whether no caller waits for the reply, so that an error is for the next one."""
+    setting_up: bool = False
+    """Whether the command brings a replacement up to date."""
+    begun: bool = False
+    """Whether the worker has said that it turns to the command."""
+    reply: m.Reply | None = None
+    arrived: int = 0
+    """The reply's place among all replies."""
+    lost: WorkerDied | CollectorTimeout | None = None
+    """The reason for a missing reply, if the worker was lost before."""
+
+    @property
+    def due(self) -> bool:
+        """Whether the reply can still come."""
+        return self.reply is None and self.lost is None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the worker raised, or the reason for a missing reply."""
+        return self.reply.error if isinstance(self.reply, m.Failed) else self.lost
+
+
+class Replacing(Protocol):
+    """Replaces lost workers."""
+
+    def replace(self, worker: int) -> str:
+        """Start a replacement if there may be one; return the end of the warning."""
+
+    def welcome(self, worker: int) -> Sequence[m.Command]:
+        """Return the commands that bring a replacement up to date, before any other command."""
+
+
+class Session:
+    """Starts the workers of a backend, sends them commands and gives every reply to its ticket.
+
+    Tickets count from 1; ticket 0 is a worker's start. Threads take turns. Without `tolerant`, the
+    loss of a worker ends everything but the end of the others.
+    """
+
+    closed = False
+    """Whether `close` was called."""
+    failure: BaseException | None = None
+    """The error that ended collection in the background; the next call raises it."""
+    awaited = False
+    """Whether a caller waits for workers; otherwise they may collect ahead."""
+    tolerant = False
+    """Whether the others continue when workers are lost."""
+    replacing: Replacing | None = None
+    """Replaces lost workers, if the user wants that."""
+    _busy = False
+    _close_next: Callable[[], None] | None = None
+    """Ends the session at the end of the rollout that this thread makes."""
+    _next_look = 0.0
+
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        factories: Sequence[SourceFactory],
+        *,
+        start_timeout: float | None = 120.0,
+    ) -> None:
+        """Start the workers and read the layout of their steps.
+
+        Args:
+            make_backend: Builds the backend from a function that maps windows.
+            factories: One per worker.
+            start_timeout: Seconds all workers together may take to come up.
+        """
+        self.workers = count = len(factories)
+        self.joining = set(range(count))
+        """Workers that are expected to come up: at first all, later replacements."""
+        self.newest_losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
+        """Losses: time (seconds since the epoch), worker and error."""
+        self.standing: dict[str, m.Command] = {}
+        """Commands, by what they set, that hold for the replacement of a worker as well."""
+        self.layouts: list[Layout | None] = [None] * count
+        """Per worker, the layout of its steps."""
+        self.processes = [(0, "")] * count
+        """Per worker its process id and host."""
+        self.lives = [0] * count
+        """Per worker how often it was lost before: its life now; if it is lost, its next one."""
+        self.last_reply = [time.monotonic()] * count
+        """The time of each worker's last reply."""
+        self._owner = os.getpid()
+        self._turns = FairLock()
+        self._open: dict[int, Ticket] = {}
+        self._number = self._arrivals = 0
+        self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        self._failures: list[BaseException] = []
+        """The errors of commands whose replies no caller waits for."""
+        self._ending: dict[int, Ticket] = {}
+        """The tickets of the commands to end."""
+        self._warned: dict[int, float] = {}
+        """The time of the last warning about each silent worker."""
+        with naming_limits():
+            self.backend = make_backend(self._open_window)
+        try:
+            self._start(factories, Deadline(start_timeout))
+        except BaseException:
+            self.close(5.0)
+            raise
+
+    def _start(self, factories: Sequence[SourceFactory], deadline: Deadline) -> None:
+        # In this process, what the user's code raises is raised unchanged.
+        with nullcontext() if self.backend.inline else naming_limits():
+            self.backend.start(factories)
+        self._await_ready(deadline)
+        self.envs = [
+            int(self.request(worker, m.Get("num_envs"))) if layout is None else layout.all_envs
+            for worker, layout in enumerate(self.layouts)
+        ]
+        """Per worker, its environments."""
+        self.num_envs = sum(self.envs)
+        """Environments over all workers."""
+        self.request_each({worker: self.place(worker) for worker in range(self.workers)})
+
+    def _open_window(self, reference: m.WindowRef) -> Window:
+        """Map a window; one without blocks is for a source without fixed layout."""
+        return Window({}, reference.envs, reference.steps)
+
+    def _await_ready(self, deadline: Deadline) -> None:
+        task = "build their environments"
+        try:
+            while self.joining:
+                self.receive_in_time(deadline, sorted(self.joining), task)
+                self.raise_if_failed()
+        except BaseException:
+            self.give_up(sorted(self.joining), task, deadline)  # they cannot be asked to end
+            raise
+
+    def place(self, worker: int) -> m.Place:
+        """Return the command that numbers the environments of ``worker``, in its current life."""
+        base, stride = sum(self.envs[:worker]), self.num_envs
+        return m.Place(base + self.lives[worker] * _EPISODES * stride, stride)
+
+    # -- turns -----------------------------------------------------------------------------------
+
+    def turn(self, timeout: float | None) -> Turn:
+        """Keep other threads out during a ``with`` block; wait for them first.
+
+        Raises:
+            ClosedError: this process is a fork of the one that started the workers.
+            CollectorTimeout: another thread did not finish within ``timeout`` seconds.
+        """
+        if self._owner != os.getpid() and self._foreign:
+            raise ClosedError(
+                f"the collector's workers belong to process {self._owner}, and this is process "
+                f"{os.getpid()}, forked from it; make a collector of its own here"
+            )
+        return Turn(self._turns, timeout)
+
+    @property
+    def _foreign(self) -> bool:
+        """Whether this process is a forked child whose workers belong to its parent."""
+        return self._owner != os.getpid() and not self.backend.inline
+
+    @contextmanager
+    def _alone(self, timeout: float | None = None) -> Iterator[None]:
+        """Keep other threads out, and Ctrl-C until workers are waited for; it ends the session.
+
+        Refuses what an environment or a policy asks of the collector that is just running it.
+        """
+        with nullcontext() if self.backend.inline else Deferred(), self.turn(timeout):
+            if self._busy:
+                raise GleanError(
+                    "the collector was used from inside its own rollout (by an environment or a "
+                    "policy); do that between batches"
+                )
+            self._busy = True
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C: nobody knows any more what workers are in the middle of
+                self.close(CLOSE_TIMEOUT_S)
+                raise
+            finally:
+                self._busy = False
+                if self._close_next is not None:
+                    self._close_next()
+
+    def _check_usable(self, advice: str = "") -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.closed:
+            raise ClosedError(f"the collector was shut down{advice}")
+
+    # -- commands, in turn -----------------------------------------------------------------------
+
+    def request(self, worker: int, command: m.Command, timeout: float | None = 60.0) -> Any:
+        """Carry out a control command on one worker and return its value; see `request_each`."""
+        return self.request_each({worker: command}, timeout)[worker]
+
+    def request_all(self, command: m.Command, timeout: float | None = 60.0) -> list[Any]:
+        """Carry out a control command on every worker at once; values in worker order.
+
+        Where losses are tolerated, that of a lost worker is ``None``.
+        """
+        values = self.request_each(dict.fromkeys(range(self.workers), command), timeout)
+        return [values.get(worker) for worker in range(self.workers)]
+
+    def ask(self, command: m.Command) -> Any:
+        """Carry out a control command on the first worker that was not lost; return its value."""
+        while True:
+            alive = self.alive
+            values = self.request_each({alive[0] if alive else 0: command})
+            if values:
+                return next(iter(values.values()))
+            if not alive:
+                raise self.lost[0]
+
+    def request_each(
+        self, commands: Mapping[int, m.Command], timeout: float | None = 60.0
+    ) -> dict[int, Any]:
+        """Carry out one command per worker, all at once; return their values by worker.
+
+        Where losses are tolerated, workers that are lost have none. ``timeout`` is what each may
+        take once its worker is free.
+
+        Raises:
+            ClosedError: after `close`, except for reading.
+            Exception: what the first worker to fail raised, after all have replied.
+        """
+        with self._alone(timeout):
+            return self._values(self._carry_out(commands, timeout))
+
+    def _carry_out(
+        self, commands: Mapping[int, m.Command], timeout: float | None
+    ) -> dict[int, Ticket]:
+        """Carry out one command per worker; return the tickets, none of which is due any more."""
+        if not (self.closed and all(isinstance(c, m.Reading) for c in commands.values())):
+            self._check_usable()
+        tickets: dict[int, Ticket] = {}
+        for worker, command in commands.items():
+            tickets[worker] = ticket = self.send(worker, command)
+            if ticket.lost is not None and not self.can_continue:
+                raise ticket.lost
+        for worker, ticket in tickets.items():
+            while ticket.due:
+                # Rollouts that it may be in the middle of are not held against the command.
+                limit = None if self._in_rollout(worker) else timeout
+                since = max(ticket.posted, self.last_reply[worker])
+                task = f"answer {type(ticket.command).__name__}"
+                self.receive_in_time(Deadline(limit, since), [worker], task)
+        return tickets
+
+    def _values(self, tickets: Mapping[int, Ticket]) -> dict[int, Any]:
+        """Return the values that came; raise the first error, unless it is a tolerated loss."""
+        for ticket in tickets.values():
+            if ticket.error is not None and not (ticket.lost and self.can_continue):
+                raise ticket.error
+        return {w: t.reply.value for w, t in tickets.items() if isinstance(t.reply, m.Done)}
+
+    def _in_rollout(self, worker: int) -> bool:
+        """Tell whether ``worker`` may be in the middle of a rollout."""
+        tickets = [ticket for ticket in self._open.values() if ticket.worker == worker]
+        collects = any(isinstance(ticket.command, m.Collect) for ticket in tickets)
+        return collects and not any(ticket.begun for ticket in tickets)
+
+    def post(self, commands: Mapping[int, m.Command]) -> None:
+        """Send one command per worker without waiting; an error is raised by a later call.
+
+        Raises:
+            ClosedError: after `close`.
+            WorkerDied: a worker's process ended.
+        """
+        with self._alone():
+            self._check_usable()
+            for worker, command in commands.items():
+                self.send(worker, command).watched = True
+            self.raise_if_failed()
+
+    def check(self) -> None:
+        """Raise the error of a worker, if one is known without waiting.
+
+        Raises:
+            ClosedError: after `close`.
+            WorkerDied: a worker's process ended.
+        """
+        with self._alone():
+            self._check_usable()
+            self.receive_available()
+            self.raise_if_failed()
+
+    def check_alive(self) -> None:
+        """Do as `check`; but receive nothing while no worker has ended."""
+        self._check_usable()
+        if not (self.can_continue and self.backend.no_end_noticed()):
+            self.check()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for commands under way, until a worker replies or for ``seconds``."""
+        self.awaited = True
+        try:
+            self.backend.wait(seconds)
+        finally:
+            self.awaited = False
+
+    # -- sending and receiving -------------------------------------------------------------------
+
+    def send(self, worker: int, command: m.Command) -> Ticket:
+        """Send ``command``; never waits. The ticket of a lost worker is not due."""
+        self._number += 1
+        ticket = Ticket(worker, self._number, command, time.monotonic())
+        if worker in self._lost:
+            ticket.lost = self._lost[worker]
+            return ticket
+        self._open[ticket.number] = ticket
+        try:
+            self.backend.send(worker, ticket.number, command)
+        except WorkerDied as err:
+            self._lose(worker, err)
+        except BaseException:  # it could not be sent: nothing will ever answer
+            del self._open[ticket.number]
+            raise
+        return ticket
+
+    def receive_one(self, timeout: float | None) -> bool:
+        """Receive one reply for its ticket, or a loss; return ``False`` if there was none in time.
+
+        Raises:
+            WorkerDied: the backend has ended.
+        """
+        try:
+            reply = self.backend.receive(timeout)
+        except CollectorTimeout:
+            return False
+        except WorkerDied as err:
+            if err.worker is None:
+                raise
+            asked = self._ending.get(err.worker)
+            if asked is None or asked.reply is None:  # else it was told to end
+                self._lose(err.worker, err)
+            return True
+        self.last_reply[reply.worker] = time.monotonic()
+        if isinstance(reply, m.Begun):
+            if reply.ticket in self._open:
+                self._open[reply.ticket].begun = True
+            return True
+        ticket = self._open.pop(reply.ticket, None)
+        if reply.ticket == 0 or (ticket is not None and ticket.setting_up):
+            self._bring_up(reply)
+        elif ticket is not None:
+            self._arrivals += 1
+            ticket.reply, ticket.arrived = reply, self._arrivals
+            if ticket.watched and isinstance(reply, m.Failed):
+                self._failures.append(reply.error)
+        return True
+
+    def receive_available(self) -> None:
+        """Receive the available replies, without waiting."""
+        while self.receive_one(0.0):
+            pass
+
+    def receive_in_time(self, deadline: Deadline, late: list[int], task: str) -> None:
+        """Wait for one reply like `receive_one`; at the deadline, give up the ``late`` workers.
+
+        Without a deadline, the wait ends now and then without a reply, and the user is warned of
+        silent workers.
+        """
+        waits = deadline.seconds is None
+        left = _NOTICE_S / _LOOKS if waits else deadline.left
+        received = left > 0 and self.receive_one(left)
+        if waits:
+            self.warn_silent()
+        elif not received:
+            self.give_up(late, task, deadline)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether work can continue: nothing has failed, but for losses that are tolerated."""
+        some = len(self._lost) < self.workers or bool(self.joining)
+        return not self._failures and (not self._lost or (self.tolerant and some))
+
+    def take_failures(self) -> list[BaseException]:
+        """Return the errors of commands whose replies no caller waits for, once."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def raise_if_failed(self) -> None:
+        """Raise the first error of `take_failures`, or of a lost worker if work cannot continue."""
+        for error in self.take_failures():
+            raise error
+        if not self.can_continue:
+            raise self.lost[0]
+
+    def warn_silent(self) -> None:
+        """Warn of workers that owe a reply for a minute, even if other workers have replied."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _NOTICE_S / _LOOKS
+        if self._silent(now):
+            self.receive_available()  # their replies may have come while the learner was busy
+        silent = self._silent(now)
+        if silent:
+            self._warned.update(dict.fromkeys(silent, now))
+            warn(
+                f"still waiting for workers {silent}, which live but have not replied for "
+                f"{_NOTICE_S:.0f} s; timeout= bounds how long a rollout may take"
+            )
+
+    def _silent(self, now: float) -> list[int]:
+        """Return the workers that owe a reply for long, unless a warning has just named them."""
+        since = dict.fromkeys(self.joining, 0.0)
+        for ticket in self._open.values():
+            since[ticket.worker] = min(since.get(ticket.worker, ticket.posted), ticket.posted)
+        return sorted(
+            worker
+            for worker, posted in since.items()
+            if now - max(posted, self.last_reply[worker], self._warned.get(worker, 0.0))
+            >= _NOTICE_S
+        )
+
+    # -- workers that come up or are lost --------------------------------------------------------
+
+    @property
+    def alive(self) -> list[int]:
+        """Workers that were not lost."""
+        return [worker for worker in range(self.workers) if worker not in self._lost]
+
+    def has(self, worker: int) -> bool:
+        """Tell whether ``worker`` was not lost."""
+        return worker not in self._lost
+
+    @property
+    def lost(self) -> list[WorkerDied | CollectorTimeout]:
+        """The errors of lost workers, first lost first."""
+        return list(self._lost.values())
+
+    @property
+    def losses(self) -> int:
+        """The number of losses of workers."""
+        return sum(self.lives) + len(self._lost)
+
+    def _bring_up(self, reply: m.Reply) -> None:
+        """Note that a worker is up, or bring a replacement up to date; it is lost if that fails."""
+        worker = reply.worker
+        if worker in self.joining and worker not in self._lost:  # the first of its number
+            if isinstance(reply, m.Ready):
+                self.layouts[worker] = reply.layout
+                self._note_up(reply)
+            elif isinstance(reply, m.Failed):
+                self._failures.append(reply.error)
+            return
+        failure: BaseException | None = None
+        if isinstance(reply, m.Failed):
+            failure = reply.error
+        elif isinstance(reply, m.Ready) and worker in self.joining:
+            failure = self._welcome(reply)
+        if failure is not None:
+            error = WorkerDied(f"the replacement of worker {worker} failed: {failure}")
+            error.worker = worker
+            self._lose(worker, error)
+
+    def _welcome(self, reply: m.Ready) -> Exception | None:
+        """Bring a replacement up to date; return the reason if that fails."""
+        worker, replacing = reply.worker, self.replacing
+        assert replacing is not None
+        if reply.layout != self.layouts[worker]:
+            return GleanError(
+                f"its steps are {reply.layout}, those of the lost one were {self.layouts[worker]}"
+            )
+        self.lives[worker] += 1
+        try:
+            commands = replacing.welcome(worker)
+            self._note_up(reply)
+            for command in commands:
+                self.send(worker, command).setting_up = True
+        except Exception as err:
+            return err
+        if worker not in self._lost:
+            warn(f"worker {worker} was replaced and takes part again")
+        return None
+
+    def _note_up(self, reply: m.Ready) -> None:
+        self.processes[reply.worker] = reply.process
+        self.joining.discard(reply.worker)
+        self._lost.pop(reply.worker, None)
+
+    def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
+        """Count ``workers``, which did not do their ``task``, as lost."""
+        error = CollectorTimeout(f"workers {workers} did not {task} within {deadline.seconds} s")
+        for worker in workers:
+            self._lose(worker, error)
+
+    def _lose(self, worker: int, error: WorkerDied | CollectorTimeout) -> None:
+        new = worker not in self._lost or worker in self.joining
+        self.joining.discard(worker)
+        for ticket in [t for t in self._open.values() if t.worker == worker]:
+            ticket.lost = error
+            del self._open[ticket.number]
+        if not new:
+            return
+        self._lost[worker] = error
+        self.newest_losses.append((time.time(), worker, str(error)))
+        self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
+        more = "" if self.replacing is None else self.replacing.replace(worker)
+        if self.can_continue:
+            # It is kept but not raised: it must keep no frames, and with them nothing alive.
+            error.__traceback__ = error.__context__ = None
+            warn(f"collection continues without it{more}: {error}")
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self, timeout: float, close_env: bool = True, raise_on_error: bool = False) -> None:
+        """End all workers. Idempotent. Delivered batches stay valid.
+
+        In a forked child, which has none of the workers' processes, they are only let go of. If
+        this thread is in the middle of a rollout of its own, that ends after its step, and then all
+        of it.
+
+        Args:
+            timeout: Seconds it may take.
+            close_env: ``False`` leaves the environments open.
+            raise_on_error: Raise what closing an environment raised.
+        """
+        if self.closed:
+            return
+        if self._foreign:
+            self.closed = True
+            self.backend.stop(0.0)
+            return
+        self.backend.stop_byte[0] = 1  # a rollout that is under way ends after its step
+        with self.turn(timeout):
+            if self._busy and self.backend.inline:  # a signal came, or an environment asks for it
+                self._close_next = partial(self._close, timeout, close_env, raise_on_error)
+            elif not self.closed:  # by another thread, meanwhile
+                self._close(timeout, close_env, raise_on_error)
+
+    def _close(self, timeout: float, close_env: bool, raise_on_error: bool) -> None:
+        self._close_next = self.replacing = None
+        self.joining.clear()
+        # A worker that ends while others are waited for is none that the others continue without.
+        tolerant, self.tolerant = self.tolerant, False
+        deadline, tickets = Deadline(timeout), self._ending
+        errors: list[BaseException] = []
+        try:
+            for worker in self.alive if close_env else ():
+                tickets[worker] = self.send(worker, m.Close())
+            while late := [ticket.worker for ticket in tickets.values() if ticket.due]:
+                self.receive_in_time(deadline, late, "end")
+        except Exception as err:
+            errors.append(err)
+        errors += [ticket.error for ticket in tickets.values() if ticket.error is not None]
+        self.closed = True
+        self.backend.stop(max(0.5, deadline.left))
+        if tolerant:  # now as before
+            errors = [err for err in errors if not isinstance(err, WorkerDied)]
+        if errors and raise_on_error:
+            raise errors[0]
