@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from torch import nn
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
+from gleanrl.core.options import check_int
 from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.session import Session
 from gleanrl.policies.random import RandomPolicy
@@ -34,6 +34,7 @@ from gleanrl.weights.snapshot import (
 
 _POLICY = "policy"
 _CPU = torch.device("cpu")
+_USUAL_SCHEME = SharedMemWeightSyncScheme()
 
 
 @dataclass(slots=True)
@@ -162,24 +163,26 @@ class Models:
             PolicyTypeError: nothing was given, and there is no policy to take weights from.
             WorkerDied: a worker's process ended.
         """
+        for model_id, source in sources.items():
+            if source is None and model_id != _POLICY:
+                raise ConfigError(f"no weights were given for model {model_id!r}")
+        applied = {name: source for name, source in sources.items() if self._scheme(name).applies}
         update = self._update
         number = self.number + 1 if update is None else update.number
-        workers = self._deliver(sources, worker_ids, number)
+        workers = self._deliver(applied, worker_ids, number)
         if update is None:
             self._version.set_number(number)
         else:
             update.published = True
         return workers
 
+    def _scheme(self, name: str) -> WeightSyncScheme:
+        return self._schemes.get(name, _USUAL_SCHEME)
+
     def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
         """Publish weights as version ``number``; return the workers that were updated."""
         models: dict[str, Any] = {}
         for model_id, source in sources.items():
-            if source is None and model_id != _POLICY:
-                raise ConfigError(f"no weights were given for model {model_id!r}")
-            scheme = self._schemes.get(model_id)
-            if scheme is not None and not scheme.applies:
-                continue
             running = self.running(model_id)
             source = self.policy if source is None else source
             if source is None or source is running:
@@ -284,9 +287,6 @@ class WeightSync(Models):
             self._shapes[model_id] = super().shapes(model_id)
         return self._shapes[model_id]
 
-    def _scheme(self, name: str) -> WeightSyncScheme:
-        return self._schemes.get(name) or SharedMemWeightSyncScheme()
-
     def _bind(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Publish the policy's weights for all workers at once from now on, if possible."""
         scheme = self._scheme(_POLICY)
@@ -309,19 +309,37 @@ class WeightSync(Models):
     def _send(self, sources: Mapping[str, Any], workers: Sequence[int], number: int) -> None:
         """Send a message to each of ``workers``, after receiving replies to earlier ones."""
         self._session.check()
-        applied = {name: w for name, w in sources.items() if self._scheme(name).applies}
-        copies: dict[str, Weights] = {}
-        per_worker = [self._weights_for(worker, applied, copies) for worker in workers]
-        for models in per_worker:
-            for name, weights in models.items():
-                self._check(name, weights)
-        self._serial += 1
-        alive = self._session.alive  # all of them, unless losses are tolerated
-        loads = {
-            worker: self._load(worker, number, models)
-            for worker, models in zip(workers, per_worker, strict=True)
+        read = {
+            name: {worker: self._read(name, source[worker]) for worker in workers}
+            if by_worker(source)
+            else dict.fromkeys(workers, self._read(name, source))
+            for name, source in sources.items()
         }
+        self._serial += 1
+        loads: dict[int, m.Command] = {}
+        for worker in workers:
+            models = {name: weights[worker] for name, weights in read.items() if weights[worker]}
+            loads[worker] = self._load(worker, number, models)
+        alive = self._session.alive  # all of them, unless losses are tolerated
         self._session.post({worker: load for worker, load in loads.items() if worker in alive})
+
+    def _read(self, name: str, source: Any) -> Weights:
+        """Return copies of weights that fit the model; ``None`` takes the learner's policy's."""
+        weights = cloned(self._learners() if source is None else weights_of(source))
+        if weights:
+            self._check(name, weights)
+        return weights
+
+    def _learners(self) -> Weights:
+        if self._factory and self.policy is None:
+            raise PolicyTypeError(
+                "there is nothing to take weights from: the workers made their policies with "
+                "policy_factory; pass weights, or give the collector a policy= as well"
+            )
+        weights = weights_of(self.policy) if isinstance(self.policy, nn.Module) else {}
+        if not weights and not isinstance(self.policy, RandomPolicy | None):
+            warn_of_no_weights(self.policy)
+        return weights
 
     def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
         """Return the message by which ``worker`` loads ``models``; keep them if necessary."""
@@ -343,7 +361,7 @@ class WeightSync(Models):
     def _published(self, sources: Mapping[str, Any], number: int) -> bool:
         """Publish to all workers at once if possible."""
         publisher = self._publisher
-        if publisher is None or list(sources) != [_POLICY]:
+        if publisher is None or list(sources) != [_POLICY] or by_worker(sources[_POLICY]):
             return False
         tensors = self._tensors(sources[_POLICY], publisher.ref)
         if tensors is None:
@@ -360,62 +378,24 @@ class WeightSync(Models):
 
         Buffers may be left out and extra state added; a publisher takes all of ``ref`` or nothing.
         """
+        tracked = self._tracked
+        assert tracked is not None  # `ref` is that of its tensors
+        own = tracked.tensors() if source is None or source is self.policy else None
+        if own is not None and own is self._fitting:  # only values can have changed
+            return own
+        weights = weights_of(self.policy if source is None else source)
         names = [entry[0] for entry in ref.entries]
-        if source is None or source is self.policy:
-            tracked = self._tracked
-            if tracked is None or tracked.has_extra:
-                return None
-            tensors = tracked.tensors()
-            if tensors is self._fitting:  # only values can have changed
-                return tensors
-            if tracked.names != names:
-                return None
-            if [tensor.dtype for tensor in tensors] == [entry[2] for entry in ref.entries]:
-                self._fitting = tensors
-            else:  # rare, and costs a look at the values each time
-                self._check(_POLICY, dict(zip(names, tensors, strict=True)))
-            return tensors
-        if by_worker(source):
+        if set(weights) != set(names):
             return None
-        weights = weights_of(source)
         self._check(_POLICY, weights)
-        return [torch.as_tensor(weights[n]) for n in names] if set(weights) == set(names) else None
+        tensors = [torch.as_tensor(weights[name]) for name in names]
+        alike = [tensor.dtype for tensor in tensors] == [entry[2] for entry in ref.entries]
+        if own is not None and alike and tracked.names == names:
+            self._fitting = own
+        return tensors
 
     def _check(self, name: str, weights: Weights) -> None:
         check_tensors(repr(name), self.shapes(name), weights)
-
-    def _weights_for(
-        self, worker: int, sources: Mapping[str, Any], copies: dict[str, Weights]
-    ) -> dict[str, Weights]:
-        """Return the weights for one worker; ``copies`` holds the weights for all workers."""
-        models = {}
-        for name, source in sources.items():
-            if by_worker(source):
-                models[name] = cloned(self._read(name, source[worker]))
-                continue
-            if name not in copies:
-                copies[name] = cloned(self._read(name, source))
-            models[name] = copies[name]
-        return {name: weights for name, weights in models.items() if weights}
-
-    def _read(self, name: str, source: Any) -> Weights:
-        if source is not None:
-            return weights_of(source)
-        if name != _POLICY:
-            raise ConfigError(f"no weights were given for model {name!r}")
-        tracked = self._tracked_policy()
-        weights = {} if tracked is None else weights_of(tracked.module)
-        if not weights and not isinstance(self.policy, RandomPolicy | None):
-            warn_of_no_weights(self.policy)
-        return weights
-
-    def _tracked_policy(self) -> TrackedModule | None:
-        if self._factory and self.policy is None:
-            raise PolicyTypeError(
-                "there is nothing to take weights from: the workers made their policies with "
-                "policy_factory; pass weights, or give the collector a policy= as well"
-            )
-        return self._tracked
 
     # -- which workers ---------------------------------------------------------------------------
 
@@ -447,12 +427,11 @@ class WeightSync(Models):
         chosen: set[int] = set()
         several = isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str)
         for one in worker_ids if several else [worker_ids]:
-            index = _index(one)
             if isinstance(one, torch.device | str):
                 device = torch.device(one)
                 chosen |= {w for w in workers if _is_on(self._devices[w], device)}
-            elif index is not None and index in workers:
-                chosen.add(index)
+            elif check_int("worker_ids", one) in workers:
+                chosen.add(int(one))
             else:
                 raise ConfigError(f"worker_ids ({one!r}) names no worker: there are {len(workers)}")
         if not chosen:
@@ -479,13 +458,3 @@ class WeightSync(Models):
 def _is_on(device: torch.device, named: torch.device) -> bool:
     """Tell whether ``named`` means ``device``; without an index it means all of its type."""
     return device.type == named.type and named.index in (None, device.index or 0)
-
-
-def _index(value: Any) -> int | None:
-    """Return a whole number of any library; ``None`` for bools and other objects."""
-    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
