@@ -491,11 +491,11 @@ def _changes(values: torch.Tensor) -> torch.Tensor:
 class MultiStep(nn.Module):
     """Turns one-step transitions into ``n_steps``-step ones, for a collector's ``postproc``.
 
-    Every frame's reward becomes the discounted sum of the next ``n_steps`` rewards, and everything
-    else under ``"next"`` is taken from the last of these steps: the observation, and the end flags
-    that say whether its value may be bootstrapped from. Sums stop at the end of a trajectory, at
-    the end of the batch and at frames that were never collected, so the last frames of a batch look
-    ahead less far; ``"steps_to_next_obs"`` says how far.
+    Every frame's reward becomes the discounted sum of the next ``n_steps`` rewards. All other
+    entries under ``"next"`` come from the last of these steps: the observation, and the end flags
+    that decide about bootstrapping. Sums stop at the end of a trajectory, at the end of the batch
+    and at invalid frames, so the last frames of a batch sum fewer rewards;
+    ``"steps_to_next_obs"`` is their number.
     """
 
     def __init__(

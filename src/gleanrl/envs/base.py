@@ -81,7 +81,7 @@ class EnvBase(nn.Module, abc.ABC):
     The interface is that of TorchRL's class of this name. A subclass adds `_reset`, `_step` and
     `_set_seed`, and assigns its specs: ``self.observation_spec = ...``, and likewise
     ``action_spec``, ``reward_spec``, ``done_spec`` and ``state_spec`` (or ``full_..._spec``).
-    Data are a root part (observations, end flags, actions) and what a step leads to under
+    Data have a root part (observations, end flags, actions) and the results of the step under
     ``"next"`` (observations, rewards, end flags).
 
     Example:
@@ -133,7 +133,7 @@ class EnvBase(nn.Module, abc.ABC):
         Args:
             device: Where data are; ``None`` for host memory, unmarked.
             batch_size: ``()`` for a single environment.
-            run_type_checks: Compare what steps return with the specs' dtypes.
+            run_type_checks: Compare the dtypes of steps with the specs.
             allow_done_after_reset: Allow episodes that are over when they begin.
             spec_locked: Accepted for compatibility: specs can be assigned at any time.
             auto_reset: Not supported.
@@ -402,7 +402,7 @@ class EnvBase(nn.Module, abc.ABC):
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the root data that follow a finished step.
 
-        What the policy wrote under ``"next"`` replaces what stands at the root under its name.
+        Entries that the policy wrote under ``"next"`` replace the root entries of the same names.
         """
         after, specs = tensordict.get(NEXT), self._env_specs
         known = {*specs.observation.keys(), *specs.state.keys(), *specs.done.keys()}

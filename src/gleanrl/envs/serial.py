@@ -31,7 +31,7 @@ from gleanrl.envs.tensordict import (
 class SerialEnv(EnvBase):
     """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
 
-    Any environment with TensorDict methods will do, TorchRL's too.
+    The environments may be of any class with TensorDict methods, also TorchRL's.
 
     Example:
         >>> from gleanrl.envs import GymEnv

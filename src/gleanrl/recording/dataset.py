@@ -234,13 +234,13 @@ class Dataset:
 def load_dataset(path: str | os.PathLike[str]) -> TensorDict:
     """Open a dataset of a `Recorder` or of ``gleanrl collect --out``.
 
-    Nothing is unpickled. Recordings that were killed are opened, too: with every frame that was
+    Nothing is unpickled. Recordings that were killed are opened as well, with every frame that was
     written.
 
     Returns:
         A `TensorDict` ``[frames]``. In the ``tensordict`` format it is mapped from the files, which
-        it cannot change. Minari and Parquet data, and what several killed workers left, are copied
-        into memory.
+        it cannot change. Minari and Parquet data, and unfinished data of several workers, are
+        copied into memory.
 
     Raises:
         ConfigError: there is no such directory, or a package that reads it is missing.

@@ -100,15 +100,15 @@ class Recorder(Sink):
         Args:
             path: Directory of the dataset: new or empty. Its last part names a Minari dataset.
             format: ``"tensordict"`` (memory-mapped), ``"minari"`` or ``"parquet"``.
-            env: Environment, spec or Gymnasium id, for the card and for Minari. A collector whose
-                ``replay_buffer`` this is says that itself, and the next two.
-            num_envs: Environments of all workers.
-            seed: What ``set_seed`` was called with before the first frame.
-            total_frames: Frames to expect: if the disk has no room for them, the first write fails.
-            where: What writes: ``"workers"``, to a disk that all share, or ``"learner"``.
-            overwrite: Remove the dataset that is at ``path``, with all that its directory holds. No
-                other directory is removed, and none that is being recorded to.
-            facts: More for the card, as JSON.
+            env: Environment, spec or Gymnasium id, for the card and for Minari. A collector with
+                this ``replay_buffer`` fills in this and the next two arguments.
+            num_envs: Number of environments of all workers.
+            seed: The seed of ``set_seed`` before the first frame.
+            total_frames: Expected frames; if the disk has no room for them, the first write fails.
+            where: The writing processes: ``"workers"``, to a disk that all share, or ``"learner"``.
+            overwrite: Remove the dataset at ``path`` with its whole directory. No other directory
+                is removed, and no dataset during its recording.
+            facts: Further entries of the card, as JSON.
 
         Raises:
             ConfigError: something is at ``path`` already, or an argument is wrong.
@@ -151,8 +151,8 @@ class Recorder(Sink):
     def write(self, batch: TensorDictBase) -> None:
         """Append the frames of a collector's ``batch`` ``[T]`` or ``[..., T]``.
 
-        Frames that its mask leaves out are not written. What was written is on the disk (or in the
-        kernel's hands, which a killed process does not affect).
+        Frames where the mask is False are not written. Written frames are on the disk or in the
+        kernel's memory, so a kill of the process does not lose them.
 
         Raises:
             TensorFileError: the disk is full, or these frames differ from those before in an
@@ -291,7 +291,7 @@ def convert_dataset(
     """Write a dataset in another format, also one whose recording was killed.
 
     Args:
-        source: What a `Recorder` wrote, in any format.
+        source: A dataset of a `Recorder`, in any format.
         target: A new directory.
         format: One of the formats of a `Recorder`.
 

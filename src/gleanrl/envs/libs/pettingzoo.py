@@ -57,15 +57,15 @@ class MarlGroupMapType(enum.Enum):
 class PettingZooEnv(EnvBase):
     """A PettingZoo environment, parallel or turn-based (AEC).
 
-    Agents that are alike form a group, with a nested TensorDict of its own: ``(group,
+    Similar agents form a group, with a nested TensorDict of its own: ``(group,
     "observation")`` is ``[n_agents, ...]``, ``("next", group, "reward")`` ``[n_agents, 1]`` and
     each agent's ``"done"``, ``"terminated"`` and ``"truncated"`` ``[n_agents, 1]``. The flags at
     the root say when the episode ends for all: then agents that had not ended are truncated.
-    Entries of ``Dict`` observations stand in the group under their own names.
+    The entries of ``Dict`` observations are in the group, under their own names.
 
     An agent that has ended, or does not take part yet, shows zeros, and its ``(group, "mask")`` is
-    False. In a turn-based environment the mask says whose turn it is; rewards stand at the step in
-    which they arise, also those of agents whose turn it is not, so that their sum is the return.
+    False. In a turn-based environment the mask marks the agent whose turn it is. Rewards are at the
+    step of their occurrence, also those of other agents, so their sum is the return.
 
     Example:
         >>> env = PettingZooEnv("mpe/simple_spread_v3")

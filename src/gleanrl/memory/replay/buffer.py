@@ -41,11 +41,11 @@ _NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 class ReplayBuffer:
-    """Holds rows of experience and hands out samples of them.
+    """Holds rows of experience and returns samples of them.
 
-    A row is what stands behind the first batch dimension of the data for `extend`. Samples are
-    copies. With ``shared=True`` it can be pickled into other processes of the same user, where it
-    is the same buffer: any number of them write and sample at once.
+    A row is one element along the first dimension of the data passed to `extend`. Samples are
+    copies. With ``shared=True``, pickling sends the buffer to other processes of the same user,
+    where it is the same buffer. Any number of processes may write and sample.
     """
 
     fill_error: BaseException | None = None
@@ -74,29 +74,29 @@ class ReplayBuffer:
         """Put the parts together; nothing is allocated before the first data.
 
         Args:
-            storage: Where rows lie, or what makes it; `ListStorage` of 1000 by default.
-            sampler: Which rows a sample holds; `RandomSampler` by default.
-            writer: Where new rows go; `RoundRobinWriter` by default.
-            collate_fn: Makes a batch of what was gathered: a list of items (`ListStorage`) or the
+            storage: The storage of rows, or a callable that makes it; by default a `ListStorage` of
+                1000 items.
+            sampler: Chooses the rows of a sample; `RandomSampler` by default.
+            writer: Chooses the places of new rows; `RoundRobinWriter` by default.
+            collate_fn: Makes a batch of the gathered rows: a list of items (`ListStorage`) or the
                 batch itself (tensor storages).
-            transform: Called with every sample; what it returns replaces it, unless ``None``.
-            batch_size: Rows per sample where `sample` is called without.
-            prefetch: Samples to make ahead in a thread. They miss rows that are written, or get
-                other priorities, after they were made.
+            transform: Called with every sample; its result replaces the sample, unless ``None``.
+            batch_size: Rows per sample if `sample` is called without a number.
+            prefetch: Number of samples made ahead in a thread. They miss later rows and priorities.
             pin_memory: Copy samples to page-locked memory, for transfers to an accelerator.
             shared: Store in memory that other processes map.
-            generator: Source of randomness; torch's global one by default, with ``prefetch`` one
-                that is seeded from it at the first sample. It stays behind when the buffer is sent
-                to another process.
+            generator: Source of randomness; by default torch's global one, with ``prefetch`` one
+                that is seeded from it at the first sample. A buffer that is sent to another process
+                leaves it behind.
             dim_extend: Which dimension of the data for `extend` is time (or rows); for
                 ``[env, time]`` storages 1 by default, else 0.
-            limiter: Bounds the samples per insert while a collector is running, and has the first
-                sample wait for its frames.
+            limiter: Bounds the samples per inserted frame while a collector runs, and lets the
+                first sample wait for frames.
             lock_timeout: Seconds that any process waits for another one that holds the lock of a
                 shared buffer and makes no progress (it was stopped); 60 by default.
 
         Raises:
-            ConfigError: arguments that do not go together.
+            ConfigError: arguments that contradict each other.
         """
         self._storage: Storage = _made(Storage, storage, _default_storage)
         self._sampler: Sampler = _made(Sampler, sampler, RandomSampler)
@@ -200,14 +200,14 @@ class ReplayBuffer:
 
         Args:
             data: A TensorDict, mapping or tensor ``[rows, ...]`` (``[env, time, ...]`` for 2-D
-                storages), which is copied; or a sequence for `ListStorage`, which keeps the very
-                items. The first data decides keys, shapes and dtypes.
+                storages), which is copied; or a sequence for `ListStorage`, which keeps the items
+                themselves. The first data decide keys, shapes and dtypes.
 
         Returns:
-            Where they are: places, int64 ``[rows]``; (step, env) pairs for 2-D storages.
+            The places of the rows, int64 ``[rows]``; (step, env) pairs for 2-D storages.
 
         Raises:
-            ConfigError: data unlike the first.
+            ConfigError: the data differ in layout from the first.
         """
         return to_user_index(self._storage, self._writer.extend(self._storage, data, self._dim))
 
@@ -220,14 +220,15 @@ class ReplayBuffer:
         """Draw rows and return copies of them.
 
         Args:
-            batch_size: How many; the buffer's own by default.
-            return_info: Return ``(sample, info)``, where ``info["index"]`` is where rows are.
+            batch_size: Number of rows; the buffer's own by default.
+            return_info: Return ``(sample, info)``, with the places of the rows in
+                ``info["index"]``.
 
         Raises:
-            ReplayError: nothing is there to be sampled; caused by what ended the collector that
-                fills this buffer in the background, if it failed.
-            CollectorTimeout: `limiter` held this back for its timeout, or another process stands
-                still while it holds the lock of this shared buffer.
+            ReplayError: there is nothing to sample. Its cause is the error of the collector that
+                fills this buffer in the background, if that failed.
+            CollectorTimeout: the limiter's timeout passed, or a stopped process holds the lock of
+                this shared buffer.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
@@ -295,11 +296,11 @@ class ReplayBuffer:
         """Set priorities of rows; without effect unless the sampler has priorities.
 
         Args:
-            index: Places as in a sample's ``"index"``; those without a row are left out.
-            priority: One each, or one for all.
+            index: Places as in a sample's ``"index"``; places without a row are left out.
+            priority: One number per place, or one for all.
 
         Raises:
-            ConfigError: other numbers than finite ones from 0 on, or not one each.
+            ConfigError: a number is negative or not finite, or the count differs.
         """
         places = to_storage_index(self._storage, index)
         values = torch.as_tensor(priority).detach().cpu()
@@ -337,7 +338,7 @@ class ReplayBuffer:
         """Restore a state, which replaces all rows.
 
         Raises:
-            ConfigError: it is of other rows.
+            ConfigError: the state has rows of another layout.
         """
         if lack := {"storage", "sampler", "batch_size"} - set(state):
             raise ConfigError(f"this is no state of a replay buffer: it has no {sorted(lack)}")
@@ -353,7 +354,7 @@ class ReplayBuffer:
         """Replace all rows by the rows that `dumps` wrote.
 
         Raises:
-            ConfigError: ``path`` holds nothing such, or other rows.
+            ConfigError: ``path`` holds no buffer, or rows of another layout.
         """
         state = saving.read(path)
         self._load(state["storage"], state["sampler"], state["generator"])

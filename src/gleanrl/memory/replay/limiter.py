@@ -25,19 +25,19 @@ def poll_interval(waited: float) -> float:
 class RateLimiter:
     """Bounds how many rows are sampled per inserted frame while a collector is running.
 
-    Counting begins with the first sample: until then a collector fills the buffer freely. From then
-    on, whatever process it happens in, ``samples`` is the number of rows sampled and ``inserts``
-    that of frames stored since.
+    Counting begins with the first sample; before it, a collector fills the buffer freely. From then
+    on, ``samples`` is the number of rows sampled and ``inserts`` the number of frames stored, both
+    in all processes.
 
-    * A collector that was started begins nothing new while ``samples / inserts`` would fall below
-      ``min_samples_per_insert``. What its workers have in hand still comes.
-    * `ReplayBuffer.sample` waits while fewer than ``min_size_to_sample`` frames were stored or
-      ``samples / inserts`` exceeds ``max_samples_per_insert``, as long as a started collector is
-      running and not paused; else it does not wait.
+    * A started collector begins no rollout while ``samples / inserts`` would fall below
+      ``min_samples_per_insert``. Rollouts under way still arrive.
+    * `ReplayBuffer.sample` waits while fewer than ``min_size_to_sample`` frames are stored or
+      ``samples / inserts`` exceeds ``max_samples_per_insert``. It waits only while a started
+      collector runs and is not paused.
 
-    A learner that samples nothing for ``timeout`` seconds while the collector waits for it is taken
-    to have stopped: the collector warns and goes on, and counting begins anew with the next
-    sample. A sample that waits that long raises `CollectorTimeout`.
+    If a learner samples nothing for ``timeout`` seconds while the collector waits, the collector
+    warns and continues, and counting begins anew with the next sample. A sample that waits that
+    long raises `CollectorTimeout`.
 
     Example:
         >>> from gleanrl import LazyTensorStorage, RateLimiter, ReplayBuffer
@@ -57,13 +57,13 @@ class RateLimiter:
         """Set the bounds.
 
         Args:
-            min_samples_per_insert: Below it the collector waits; ``None``: never.
-            max_samples_per_insert: Above it the learner waits; ``None``: never.
-            timeout: Seconds either waits for the other.
-            min_size_to_sample: Frames stored before which the learner waits.
+            min_samples_per_insert: Ratio below which the collector waits; ``None`` for no bound.
+            max_samples_per_insert: Ratio above which the learner waits; ``None`` for no bound.
+            timeout: Seconds that each side waits for the other.
+            min_size_to_sample: Number of stored frames up to which the learner waits.
 
         Raises:
-            ConfigError: what is not positive, or bounds that contradict each other.
+            ConfigError: a number is not positive, or bounds contradict each other.
         """
         for name, value in (
             ("min_samples_per_insert", min_samples_per_insert),

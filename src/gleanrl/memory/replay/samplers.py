@@ -254,18 +254,19 @@ class PrioritizedSampler(Sampler):
     weights ``(p_min / p) ** beta``, at most 1, under ``"priority_weight"`` and ``"_weight"`` (the
     name it has in older code), float32.
 
-    Priorities belong to the process that samples. In a shared buffer, rows that others wrote get
-    the default priority when this process samples next.
+    Each process that samples has its own priorities. In a shared buffer, rows written by other
+    processes get the default priority at the next sample of this process.
 
-    A row that replaced another one keeps its own priority: `update_priority` with the whole
-    ``"index"`` of one of the last 64 samples leaves out places that were overwritten since.
+    `update_priority` with the whole ``"index"`` of one of the last 64 samples leaves out places
+    that were overwritten since, so a new row keeps its own priority.
 
     Args:
         max_capacity: Frames the storage can hold, its ``max_size``.
-        alpha: How much priorities count; 0 is uniform. May be changed at any time, but from 0
+        alpha: The exponent of priorities; 0 is uniform. You may change it at any time, but from 0
             only while no row has a priority.
-        beta: How much weights correct for it; 1 is fully. May be changed at any time.
-        eps: Added to every priority.
+        beta: The exponent of the importance weights; 1 corrects fully. You may change it at any
+            time.
+        eps: A number that is added to every priority.
     """
 
     STATE = ("priorities", "alpha", "max_priority")

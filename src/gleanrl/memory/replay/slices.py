@@ -30,10 +30,10 @@ Same: TypeAlias = Callable[[Storage, Places, Places], Bools]
 class SliceSampler(Sampler):
     """Draws slices of trajectories, one after the other in a flat batch.
 
-    A trajectory is drawn uniformly among those long enough, then where the slice starts in it.
-    A trajectory that is stored in several pieces counts as several: a piece ends where other rows
-    stand between, and where another collector or another run stored the next row. A ``slice_len``
-    beyond the longest trajectory with ``strict_length=False`` gives whole trajectories.
+    The sampler draws a trajectory uniformly among the long enough ones, then the start of the slice
+    in it. A trajectory that is stored in several pieces counts as several. A piece ends before rows
+    of other trajectories, and where another collector or another run stored the next row. With
+    ``strict_length=False``, a ``slice_len`` beyond the longest trajectory gives whole trajectories.
 
     Args:
         num_slices: Slices per batch; the batch size is divided by it.
@@ -116,8 +116,8 @@ class SliceSampler(Sampler):
 class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
     """Draws one slice of every trajectory per epoch.
 
-    An epoch is over the trajectories that there were when it began. Of those of which rows were
-    overwritten meanwhile, slices are taken from the rest. Arguments as in `SliceSampler`, and:
+    An epoch has the trajectories that were stored at its beginning. If some of their rows are
+    overwritten meanwhile, slices come from the remaining rows. Arguments as in `SliceSampler`, and:
 
     Args:
         shuffle: Trajectories in random order; in that of their places otherwise.
