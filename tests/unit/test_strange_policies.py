@@ -1,5 +1,6 @@
 """Policies that do what nobody expects are called as they are: what they write is what happens."""
 
+import re
 from functools import partial
 
 import gymnasium as gym
@@ -72,7 +73,7 @@ def test_pools_that_reset_in_their_next_step_take_policies_that_return_copies(fa
         return gym.make_vec("CartPole-v1", num_envs=2)
 
     assert (collect(pool(), Copying(), 40, fast=fast)["action"] == 1).all()
-    with pytest.raises(PolicyError, match="wrote 'observation' at step 2.*'SameStep'"):
+    with pytest.raises(PolicyError, match="changed 'observation'.*num_envs="):
         collect(pool(), Copying(doubles=4), 40, fast=fast)
 
 
@@ -309,9 +310,8 @@ def test_a_reset_of_some_before_the_first_batch_leaves_what_the_others_show(make
     assert batch["observation"][:, 0, :2].norm(dim=-1).allclose(torch.ones(2))
 
 
-@FAST
 @ENVS
-def test_entries_that_are_written_later_only_arrive(env, fast):
+def test_entries_that_are_written_later_only_arrive_without_the_fast_path(env):
     def late(td):
         td["action"] = td["observation"][..., :1] * 0 + 0.5
         late.calls += 1
@@ -320,7 +320,10 @@ def test_entries_that_are_written_later_only_arrive(env, fast):
         return td
 
     late.calls = 0
-    batch = collect(env(), late, 6, fast=fast)
+    with pytest.raises(PolicyError, match="'late'"):
+        collect(env(), late, 6)
+    late.calls = 0
+    batch = collect(env(), late, 6, fast=False)
     found = ["late" in step.keys() for step in batch.unbind(0)]
     assert found[-1]
     assert not found[0]
@@ -466,14 +469,23 @@ class Later(TensorDictModuleBase):
 
 
 SURPRISES = {
-    "an entry": lambda td: td.set("late", td["action"].clone()),
-    "a nested entry": lambda td: td.set(("late", "one"), td["action"].clone()),
-    "an entry under next": lambda td: td.set(("next", "late"), td["action"].clone()),
-    "an object": lambda td: td.set_non_tensor("late", "text"),
-    "another dtype": lambda td: td.set("action", td["action"].double()),
-    "the observation": lambda td: td.set("observation", td["observation"] * 2),
-    "the observation left out": lambda td: td.pop("observation"),
-    "the observation in place": lambda td: td["observation"].mul_(2),
+    "an entry": (lambda td: td.set("late", td["action"].clone()), "wrote 'late'"),
+    "a nested entry": (lambda td: td.set(("late", "one"), td["action"].clone()), "wrote 'late'"),
+    "an entry under next": (
+        lambda td: td.set(("next", "late"), td["action"].clone()),
+        r"wrote ('next'|\('next', 'late'\))",
+    ),
+    "an object": (lambda td: td.set_non_tensor("late", "text"), "wrote 'late' as"),
+    "another dtype": (
+        lambda td: td.set("action", td["action"].double()),
+        "wrote 'action' as torch.float64",
+    ),
+    "the observation": (
+        lambda td: td.set("observation", td["observation"] * 2),
+        "changed 'observation'",
+    ),
+    "the observation left out": (lambda td: td.pop("observation"), "changed 'observation'"),
+    "the observation in place": (lambda td: td["observation"].mul_(2), "changed 'observation'"),
 }
 
 
@@ -487,12 +499,17 @@ class FromNestedToLeaf(Later):
         return tensordict.set("part", part)
 
 
-def test_a_tensor_in_place_of_a_nested_part_is_delivered():
-    options = {"num_envs": 2, "frames_per_batch": 8, "fast": True}
-    with Collector("Pendulum-v1", FromNestedToLeaf(None), **options) as collector:
+def test_a_tensor_in_place_of_a_nested_part_needs_an_open_layout():
+    options = {"num_envs": 2, "frames_per_batch": 8}
+    with Collector("Pendulum-v1", FromNestedToLeaf(None), fast=False, **options) as collector:
         first, second = (collector.rollout() for _ in range(2))
     assert torch.equal(first["part", "action"], first["action"])
     assert torch.equal(second["part"], second["action"])
+    with (
+        Collector("Pendulum-v1", FromNestedToLeaf(None), **options) as collector,
+        pytest.raises(PolicyError, match="wrote 'part' as torch.float32"),
+    ):
+        _ = [collector.rollout() for _ in range(2)]
 
 
 def steps_of(batch):
@@ -517,24 +534,27 @@ def until_it_fails(vectorised, policy, fast):
     return steps, None
 
 
-def agree(plain, fast):
-    assert plain[1] == fast[1]
-    for one, other in zip(plain[0], fast[0], strict=True):
+def agree(plain, fast, message):
+    """Check that the fast path gave the same steps, until it refused one."""
+    assert fast[1][0] is PolicyError
+    assert re.search(rf"the policy {message}.* in its first call.*fast=False", fast[1][1])
+    assert len(fast[0]) < len(plain[0])
+    for one, other in zip(plain[0], fast[0], strict=False):
         assert one.keys() == other.keys()
         for key, value in one.items():
-            if isinstance(value, torch.Tensor):
-                assert value.dtype == other[key].dtype
-                torch.testing.assert_close(other[key], value, rtol=0, atol=0)
-            else:
-                assert value == other[key]
+            assert value.dtype == other[key].dtype
+            torch.testing.assert_close(other[key], value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("name", SURPRISES)
-def test_what_a_policy_writes_later_is_delivered(name, vectorised):
-    plain = until_it_fails(False, Later(SURPRISES[name]), False)
+def test_what_a_policy_writes_later_is_an_error_or_delivered_without_the_fast_path(
+    name, vectorised
+):
+    surprise, message = SURPRISES[name]
+    plain = until_it_fails(False, Later(surprise), False)
     assert plain[1] is None
-    agree(plain, until_it_fails(vectorised, Later(SURPRISES[name]), True))
+    agree(plain, until_it_fails(vectorised, Later(surprise), True), message)
 
 
 def later(surprise, count):
@@ -556,14 +576,20 @@ def in_place(observation, action):
 
 
 FUNCTIONS = {
-    "another dtype": lambda _, action: (action, action.double()),
-    "another shape": lambda _, action: (action, action.expand(-1, 3)),
-    "another dtype of the action": lambda _, action: (action.half(), action),
-    "an output less": lambda _, action: action,
-    "an output more": lambda _, action: (action, action, action),
-    "its argument in place": in_place,
-    "a tensor without the batch's shape": lambda _, action: (action, torch.zeros(7, 1)),
-    "an object": lambda _, action: (action, "text"),
+    "another dtype": (lambda _, action: (action, action.double()), "wrote 'output1' as .*float64"),
+    "another shape": (lambda _, action: (action, action.expand(-1, 3)), "wrote 'output1' as"),
+    "another dtype of the action": (
+        lambda _, action: (action.half(), action),
+        "wrote 'action' as .*float16",
+    ),
+    "an output less": (lambda _, action: action, "returned 1 values"),
+    "an output more": (lambda _, action: (action, action, action), "returned 3 values"),
+    "its argument in place": (in_place, "changed 'observation'"),
+    "a tensor without the batch's shape": (
+        lambda _, action: (action, torch.zeros(7, 1)),
+        "wrote 'output1' as",
+    ),
+    "an object": (lambda _, action: (action, "text"), "wrote 'output1' as 'text'"),
 }
 
 
@@ -578,28 +604,38 @@ def followed(act):
 @pytest.mark.parametrize(
     ("count", "within"), [(6, lambda act: act), (6, followed), (8, followed)]
 )  # from the first step of a batch on, and from another
+@pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_a_function_on_tensors_returns_later_means_the_same_on_every_path(name, count, within):
-    plain, fast, vectorised = (
-        until_it_fails(vectorised, within(later(FUNCTIONS[name], count)), fast)
-        for vectorised, fast in ((False, False), (False, True), (True, True))
-    )
-    agree(plain, fast)
-    agree(plain, vectorised)
+def test_a_function_on_tensors_that_returns_something_else_later_is_an_error(
+    name, vectorised, count, within
+):
+    function, message = FUNCTIONS[name]
+    plain = until_it_fails(False, within(later(lambda _, action: (action, action * 2), 0)), False)
+    agree(plain, until_it_fails(vectorised, within(later(function, count)), True), message)
 
 
 @pytest.mark.parametrize(
     ("policy", "names"),
     [
-        (Later(SURPRISES["an entry"]), "wrote 'late' at step 7 "),
-        (lambda td: td.set("action", td.get("observation").mul_(0.5)[..., :1]), "changes 'obs"),
-        (lambda td: td.set_non_tensor("text", "a").set("action", torch.zeros(2, 1)), "'text'"),
+        (Later(SURPRISES["an entry"][0]), "wrote 'late' as .*num_envs="),
+        (
+            lambda td: td.set("action", td.get("observation").mul_(0.5)[..., :1]),
+            "changes 'obs.*num_envs=",
+        ),
+        (
+            lambda td: td.set_non_tensor("text", "a").set("action", torch.zeros(2, 1)),
+            "'text'.*num_envs=",
+        ),
     ],
 )
-def test_environments_that_reset_in_their_next_step_name_what_does_not_fit(policy, names):
-    env = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_vector_environments_name_what_does_not_fit(policy, names, mode):
+    options = {"autoreset_mode": mode}
+    env = gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync", vector_kwargs=options)
+    if isinstance(policy, Later):
+        policy.calls = 0
     with (
-        pytest.raises(PolicyError, match=rf"{names}.*SameStep"),
+        pytest.raises(PolicyError, match=names),
         Collector(env, policy, frames_per_batch=24) as collector,
     ):
         next(iter(collector))

@@ -316,12 +316,17 @@ class Talks(CountingEnv):
 
 
 @pytest.mark.parametrize("kind", [Collector, partial(MultiSyncCollector, backend="inline")])
-def test_an_entry_that_some_environments_return_in_some_steps_is_delivered_in_these(kind):
+def test_an_entry_that_some_environments_return_in_some_steps_needs_an_open_layout(kind):
     envs = [partial(Talks, at) for at in (9, 2)]
-    with kind(envs, count_up, frames_per_batch=6) as collector:
+    with kind(envs, count_up, frames_per_batch=6, fast=False) as collector:
         rows = [[step["next"] for step in env.unbind(0)] for env in collector.rollout().unbind(0)]
     found = [[int(step["extra"]) if "extra" in step else 0 for step in row] for row in rows]
     assert found == [[0, 0, 0], [0, 4, 0]]
+    with (
+        kind(envs, count_up, frames_per_batch=6) as collector,
+        pytest.raises(EnvError, match=r"'extra'\) as .* at step 1 of"),
+    ):
+        collector.rollout()
 
 
 class Undeclared(CountingEnv):

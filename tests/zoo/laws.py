@@ -20,7 +20,7 @@ from tests.zoo.policies import WEIGHTS
 from tests.zoo.reference import Call, Loop, Twin, seed_all, without_private
 from torch import nn
 
-from gleanrl import Collector, MultiSyncCollector, PolicyError
+from gleanrl import Collector, EnvError, MultiSyncCollector, PolicyError
 
 STEPS, BATCHES = 5, 5
 _ON_MEMORY = ("clamps-observation", "keeps-observation", "inplace-layer-on-observation")
@@ -159,12 +159,25 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     found = []
     for index, (left, right) in enumerate(zip(one.batches, other.batches, strict=False)):
         found += [f"batch {index}: {text}" for text in unlike(comparable(left), comparable(right))]
-    refused = isinstance(other.error, PolicyError) and "'SameStep'" in str(other.error)
-    if refused:  # a pool that resets in its next step takes no policy that changes what it shows
+    if refused(other):
         return found
     if len(one.batches) != len(other.batches) or kind(one.error) != kind(other.error):
         found.append(f"{ending(one)} / {ending(other)}")
     return found
+
+
+def refused(outcome: Outcome) -> bool:
+    """Tell whether a run ended because a step of a fixed layout differed from the first."""
+    layout = isinstance(outcome.error, (PolicyError, EnvError))
+    return layout and "num_envs=" in str(outcome.error)
+
+
+def may_refuse(policy: Policy, env: Environment, fast: bool) -> bool:
+    """Whether ``policy`` has no one layout, or changes what a vector environment shows."""
+    vector, name = "vector" in env.tags, policy.name
+    if name.endswith(("sometimes", "grows", "changes-dtype")):
+        return fast or vector
+    return vector and name.endswith(("-observation", "non-tensor"))
 
 
 def ending(outcome: Outcome) -> str:
@@ -250,6 +263,9 @@ def check(policy: Policy, env: Environment) -> list[str]:
     expected = reference(policy, env) if compared(policy, env) else None
     plain, fast = collected(policy, env, False), collected(policy, env, None)
     found = [f"plain/fast: {text}" for text in differences(plain, fast)]
+    for outcome in (plain, fast):
+        if refused(outcome) and not may_refuse(policy, env, outcome is fast):
+            found.append(f"refused: {ending(outcome)}")
     if expected is not None:
         found += [f"reference/plain: {text}" for text in differences(expected, plain)]
         found += [f"reference/fast: {text}" for text in differences(expected, fast)]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout, Field, Layout
@@ -140,13 +139,8 @@ class Policy(Protocol):
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Forget the state of the environments that ended at step ``t``."""
 
-    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`.
-
-        Returns:
-            By step, all that the policy saw and wrote where that does not fit the window, and the
-            key of an entry that does not.
-        """
+    def finish(self, steps: int) -> None:
+        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
 
     def explain(self) -> list[str]:
         """Return how each part runs, in one line per part."""

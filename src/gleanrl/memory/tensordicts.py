@@ -109,6 +109,15 @@ def copied(data: TensorDictBase) -> TensorDictBase:
     return data.apply(torch.clone, filter_empty=False)
 
 
+def described(value: Any) -> str:
+    """Describe an entry of a TensorDict in an error."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, TensorDictBase):
+        return f"{type(value).__name__} of batch size {tuple(value.batch_size)}"
+    return "nothing" if value is None else f"{value!r:.100}"
+
+
 def stacked(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
     """Stack ``parts`` along ``dim``: densely where they agree, lazily where they do not."""
     if _mixed(parts):  # stacked densely, entries of which a lazy part has only some would be lost

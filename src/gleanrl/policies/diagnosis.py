@@ -12,6 +12,7 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_key, format_key
+from gleanrl.memory.tensordicts import described
 from gleanrl.policies.units import modules_of
 
 _FLAGS = ("done", "terminated", "truncated", IS_INIT)
@@ -75,6 +76,24 @@ def _declare(states: Sequence[Key]) -> str:
         "declare its shape, without the dimensions of environments: policy.state_shapes = "
         f"{{{format_key(states[0])}: {shape}}}"
     )
+
+
+ONE_LAYOUT = (
+    "Steps of a rollout have one layout: give the entry the same dtype and shape in every step, or "
+    "pass fast=False, which delivers each step as it is (for vector environments, vectorise single "
+    "ones with num_envs=)"
+)
+
+
+def unlike_first_call(now: str, before: str) -> PolicyError:
+    """Return the error for a policy that does something else ``now`` than in its first call."""
+    return PolicyError(f"the policy {now}; in its first call, it {before}. {ONE_LAYOUT}")
+
+
+def wrote_otherwise(key: Key, value: object, first: torch.Tensor | None) -> PolicyError:
+    """Return the error for an entry that the policy wrote otherwise than in its first call."""
+    before = "did not write that" if first is None else f"wrote {described(first)}"
+    return unlike_first_call(f"wrote {format_key(key)} as {described(value)}", before)
 
 
 def unbatched(err: RuntimeError) -> PolicyError | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -37,7 +38,8 @@ from gleanrl.operations.proofs import (
 )
 from gleanrl.operations.watch import Watch, equal
 from gleanrl.policies.adapt import TensorCall, converted
-from gleanrl.policies.probe import PolicyTrace, Unit, call_on
+from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
+from gleanrl.policies.probe import PolicyTrace, Unit
 from gleanrl.policies.units import units_of
 
 Tensor: TypeAlias = torch.Tensor
@@ -50,20 +52,6 @@ _DROPPED: Key = ("_",)
 # Their package is not imported here.
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
-
-
-@dataclass(eq=False, slots=True)
-class Odd(Exception):
-    """A function of the user's did, in a replay, what it did not do in its first call."""
-
-    unit: int
-    """Which unit of the program it is."""
-    done: Written
-    """What the units before it wrote."""
-    changed: list[tuple[Key, Tensor]]
-    """Which of its arguments it changed, as it left them."""
-    out: Any
-    """What it returned."""
 
 
 @dataclass(slots=True)
@@ -82,17 +70,6 @@ class Program:
     checks: list[Check]
     units: list[Unit]
     """What the calls stand for."""
-
-    def resume(self, odd: Odd, td: TensorDictBase) -> TensorDictBase:
-        """Do on ``td`` what the replay that ended in ``odd`` did, then what remains."""
-        for key, cell in odd.done.items():
-            td.set(key, cell.clone())
-        for key, value in odd.changed:
-            td.get(key).copy_(value)
-        first, *rest = (unit.module for unit in self.units[odd.unit :])
-        for module in (_returning(first, odd.out), *rest):
-            td = call_on(module, td)
-        return td
 
 
 @dataclass(slots=True)
@@ -283,19 +260,8 @@ class _Recording:
             for key in kept
         }
         self._ops.changing(cells.values())
-        targets, done, index = [*map(cells.get, keys)], dict(self._written), len(self._units)
-
-        def call() -> None:
-            values = [arg.clone() for arg in args]
-            out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
-            outs = tuple(map(converted, _as_tuple(out, keys)))
-            known = len(outs) == len(targets) and all(map(_fill, targets, outs))
-            if not known or any(map(_was_written, values, args)):
-                pairs = zip(reads, values, args, strict=True)
-                changed = [(key, value) for key, value, arg in pairs if _was_written(value, arg)]
-                raise Odd(index, done, changed, out)
-
-        self._ops.add(call)
+        targets = [*map(cells.get, keys)]
+        self._ops.add(partial(_call_again, fn, names, reads, args, keys, targets))
         return cells
 
     def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
@@ -424,16 +390,32 @@ def _why_kept(unit: Unit) -> str:
 # -- functions on tensors, called as they are ------------------------------------------------------
 
 
-def _returning(module: Any, out: Any) -> Callable[[Any], Any]:
-    """Return what writes ``out`` as ``module`` does when its function returns that."""
+def _call_again(
+    fn: Callable[..., Any],
+    names: Sequence[str] | None,
+    reads: Sequence[Key],
+    args: Sequence[Tensor],
+    keys: Sequence[Key],
+    cells: Sequence[Tensor | None],
+) -> None:
+    """Call ``fn`` on copies of ``args``, and write what it returns into ``cells``.
 
-    def fn(*_: Any, **__: Any) -> Any:
-        return out
-
-    if isinstance(module, TensorCall):
-        return TensorCall(fn, module.in_keys, module.action_keys, module.names)
-    again: Any = TensorDictModule(fn, module.in_keys, module.out_keys, inplace=module.inplace)
-    return cast("Callable[[Any], Any]", again)
+    Raises:
+        PolicyError: it returned or changed something else than in its first call.
+    """
+    values = [arg.clone() for arg in args]
+    out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
+    outs = tuple(map(converted, _as_tuple(out, keys)))
+    if len(outs) != len(cells):
+        raise unlike_first_call(f"returned {len(outs)} values", f"returned {len(cells)}")
+    for key, cell, value in zip(keys, cells, outs, strict=True):
+        if cell is not None:
+            if not is_like(value, cell):
+                raise wrote_otherwise(key, value, cell)
+            cell.copy_(value)
+    for key, value, arg in zip(reads, values, args, strict=True):
+        if _was_written(value, arg):
+            raise unlike_first_call(f"changed {format_key(key)}", "left it as it was")
 
 
 def _was_written(value: Tensor, before: Tensor) -> bool:
@@ -446,14 +428,9 @@ def _was_written(value: Tensor, before: Tensor) -> bool:
     )
 
 
-def _fill(cell: Tensor | None, value: Any) -> bool:
-    """Write ``value`` into ``cell``, if there is one; tell whether it fits."""
-    if cell is None:
-        return True
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (cell.shape, cell.dtype):
-        return False
-    cell.copy_(value)
-    return True
+def is_like(value: Any, like: Tensor) -> bool:
+    """Tell whether ``value`` is a tensor with the shape and dtype of ``like``."""
+    return isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
 
 
 def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
@@ -24,7 +23,8 @@ from gleanrl.memory.tensordicts import nest
 from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
 from gleanrl.operations.watch import equal, same_memory, writes_so_far
-from gleanrl.policies.lowering import Lowered, Lowering, Odd, Program, check_unchanged
+from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
+from gleanrl.policies.lowering import Lowered, Lowering, Program, check_unchanged, is_like
 from gleanrl.policies.probe import PolicySignature, call_on
 from gleanrl.policies.units import selects
 
@@ -35,8 +35,8 @@ class ProgramPolicy:
     Nothing is decided between `begin` and `finish`: the exploration type, hooks, training mode and
     the identity of weights are read in `begin`, and the program is built anew where they changed.
     Values of weights are read by every call, so what an optimizer wrote shows at once. A policy
-    that is not proven equal to a program is called on a TensorDict instead; so is one from the step
-    on at which a function in it is not what it was, until all environments begin anew.
+    that is not proven equal to a program is called on a TensorDict instead. A step at which the
+    policy writes other entries, shapes or dtypes than in its first call is an error.
     """
 
     def __init__(
@@ -71,13 +71,8 @@ class ProgramPolicy:
         """The policy on one TensorDict, for environments that work on one, too."""
         over = _KeptOverRows if signature.trace.keeps else _TensorDictOverRows
         self._called = over(self.on_tensordict, signature, env, device)
-        self._replayed = _ProgramOverRows(env, signature, self._act_oddly)
-        self._windows: tuple[Window, Window]
+        self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
-        self._last: Program | None = None
-        """What acted at the step before this rollout, if it was a program."""
-        self._odd = False
-        """Whether the policy was not what it was at some step."""
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
@@ -90,49 +85,37 @@ class ProgramPolicy:
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
         self._now = self._current()
-        program, self._windows = self._now.program, (window, next_root)
-        self._last = self._replayed.program if self._rows is self._replayed else None
-        if self._odd or program is None or self._now.rest:
-            self._call(self._last)
+        program = self._now.program
+        if program is None or self._now.rest:
+            # What the step before wrote, if a program did.
+            replayed = self._rows is self._replayed
+            self._called.begin(
+                window, next_root, self._replayed.program.written if replayed else {}
+            )
+            self._rows = self._called
         else:
-            self._rows = self._replayed
             self._replayed.begin(program, window, next_root)
+            self._rows = self._replayed
         self.act, self.reset = self._rows.act, self._rows.reset
 
-    def _call(self, last: Program | None) -> None:
-        """Go on with a TensorDict, of which ``last`` wrote what the step before wrote."""
-        self._rows, self.reset = self._called, self._called.reset
-        self._called.begin(*self._windows, {} if last is None else last.written)
-
-    def _act_oddly(self, t: int, odd: Odd) -> None:
-        """Act at step ``t`` on a TensorDict, from where the replay of the program ended."""
-        if self._rows is self._called:
-            self._called.act(t)
-            return
-        check_unchanged(self._now, self._current())
-        program, self._odd = self._replayed.program, True
-        self._replayed.leave(t)
-        self._call(program if t else self._last)
-        self._called.act(t, partial(program.resume, odd))
-
-    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        """Return what does not fit the window.
+    def finish(self, steps: int) -> None:
+        """Look back at the rollout.
 
         Raises:
             PolicyError: some step was not a number, or a setting of the policy has changed.
         """
         if self._rows is self._replayed:
             check_unchanged(self._now, self._current())
-        return self._rows.finish(steps)
+        self._rows.finish()
 
     def forget(self) -> None:
         """Drop what the policy wrote at earlier steps; all environments begin anew."""
-        self._odd, self._rows = False, self._called
+        self._rows = self._called
         self._called.forget()
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
-        if self._odd or self._current().rest:
+        if self._current().rest:
             return self.on_tensordict.explain()
         return self._lowering.explain(True)
 
@@ -146,14 +129,8 @@ class _ProgramOverRows:
     Where numpy has the dtype of a slot, a row is one copy of an array.
     """
 
-    def __init__(
-        self,
-        env: EnvLayout,
-        signature: PolicySignature,
-        act_oddly: Callable[[int, Odd], None],
-    ) -> None:
+    def __init__(self, env: EnvLayout, signature: PolicySignature) -> None:
         self.program: Program
-        self._act_oddly = act_oddly
         self._calls: list[Callable[[], Any]] = []
         self._loads: list[tuple[Array, Sequence[Array]]] = []
         self._stores: list[tuple[Sequence[Array], Array]] = []
@@ -191,12 +168,8 @@ class _ProgramOverRows:
             array[...] = rows[t]
         for tensor, tensor_rows in self._tensor_loads:
             tensor.copy_(tensor_rows[t])
-        try:
-            for call in self._calls:
-                call()
-        except Odd as odd:
-            self._act_oddly(t, odd)
-            return
+        for call in self._calls:
+            call()
         for rows, array in self._stores:
             rows[t][...] = array
         for tensor_rows, tensor in self._tensor_stores:
@@ -207,20 +180,9 @@ class _ProgramOverRows:
         for rows in self._state_rows:
             rows[t][index] = 0
 
-    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+    def finish(self) -> None:
         for check in self.program.checks:
             check.finish()
-        return {}
-
-    def leave(self, t: int) -> None:
-        """End at step ``t``, of which the states are there, and nothing else."""
-        self.finish(t + 1)
-        odd = Odd(0, {}, [], None)
-
-        def call() -> None:
-            raise odd
-
-        self._calls = [call]
 
     def _store(self, window: Window, key: Key, slot: Slot) -> None:
         if slot.array is None:
@@ -297,7 +259,7 @@ class TensorDictPolicy:
             return self._call(td)
         for name, cell in self._loads:
             value = td.get(name, None)
-            if not _is_like(value, cell):
+            if not is_like(value, cell):
                 return self._call(td)
             cell.copy_(value)
         for call in self._program.calls:
@@ -338,21 +300,12 @@ def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> Te
     return out if out is not td or device in (None, td.device) else out.to(device)
 
 
-def _is_like(value: Any, cell: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor) and value.shape == cell.shape and value.dtype == cell.dtype
-    )
-
-
 def _name(key: Key) -> Any:
     return key[0] if len(key) == 1 else key
 
 
 class _TensorDictOverRows:
-    """Calls a policy on a TensorDict, for environments whose data lie in rows of a window.
-
-    A step at which the policy wrote something else than in its first call does not fit these rows.
-    """
+    """Calls a policy on a TensorDict, for environments whose data lie in rows of a window."""
 
     def __init__(
         self,
@@ -368,14 +321,12 @@ class _TensorDictOverRows:
         self._shown = {field.key: field.dtype for field in env.observations}
         self._shown |= {key: outputs[next_key(key)].dtype for key in signature.states}
         self._shown |= signature.provided
-        self._acted = {field.key for field in env.actions}
         known = {*outputs, *map(as_key, signature.after.keys(True, True))}
         known |= {*signature.policy_written_state}
         self._known = nest({key: {} for key in sorted(known) if not is_private(key)})
         self._loads: list[tuple[Any, Key, Sequence[torch.Tensor]]] = []
-        self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Size, torch.dtype]] = []
-        self._states: list[tuple[Key, Any, Sequence[torch.Tensor]]] = []
-        self._unfit: dict[int, tuple[Key, TensorDictBase]] = {}
+        self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Tensor]] = []
+        self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
 
     def begin(self, window: Window, next_root: Window, last: Mapping[Key, torch.Tensor]) -> None:
         """Bind to the rows of ``window``; ``last``: what others wrote at the step before."""
@@ -384,29 +335,25 @@ class _TensorDictOverRows:
         for key, value in last.items():
             if key[0] != NEXT:
                 self._root.set(_name(key), value.clone())
-        self._unfit = {}
         signature, batch = self._signature, self._env.batch_shape
         self._loads = [(_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
         self._stores = [
             (
                 _name(field.key),
                 batch_rows(window, field.key, batch),
-                torch.Size((*batch, *field.shape)),
-                signature.trace.outputs[field.key].dtype,
+                signature.trace.outputs[field.key],
             )
             for field in signature.outputs
         ]
         self._states = [
             (
-                key,
                 _name(next_key(key)),
                 (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch)),
             )
             for key in signature.states
         ]
 
-    def act(self, t: int, policy: Callable[[TensorDictBase], TensorDictBase] | None = None) -> None:
-        """Act at step ``t``, this once by ``policy`` if it is given."""
+    def act(self, t: int) -> None:
         root = self._root
         assert root is not None
         shown = []
@@ -414,23 +361,18 @@ class _TensorDictOverRows:
             value = rows[t].to(self._device, self._shown[key], copy=True)
             root.set(name, value)
             shown.append((name, value, writes_so_far(value)))
-        out = self._policy(root) if policy is None else policy(root)
+        out = self._policy(root)
         if out is not root:
             root.update(out)
-        odd = _unknown(root, self._known) or _changed(root, shown)
-        for name, rows, shape, dtype in self._stores:
-            value = _entry(root, name)
-            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (shape, dtype):
-                rows[t].copy_(value)
-            else:
-                odd = as_key(name)
-                self._store_odd(odd, value, rows[t], dtype)
-        for key, name, rows in self._states:
-            value = root.get(name)
-            self._shown[key] = value.dtype
+        _check_known(root, self._known)
+        _check_kept(root, shown)
+        for name, rows, like in self._stores:
+            value = root.get(name, None)
+            if not is_like(value, like):
+                raise wrote_otherwise(as_key(name), value, like)
             rows[t].copy_(value)
-        if odd is not None:
-            self._unfit[t] = odd, root.apply(_on_cpu, filter_empty=False)
+        for name, rows in self._states:
+            rows[t].copy_(root.get(name))
         after = root.pop(NEXT, None)
         if after is not None:
             for state in self._signature.policy_written_state:
@@ -438,34 +380,12 @@ class _TensorDictOverRows:
                 if value is not None:
                     root.set(_name(state), value)
 
-    def _store_odd(self, key: Key, value: Any, row: torch.Tensor, dtype: torch.dtype) -> None:
-        """Store an entry of another dtype if environment or policy read it in its row.
-
-        Raises:
-            PolicyError: the row does not hold it.
-        """
-        state = key[1:] if key[0] == NEXT else None
-        if key not in self._acted and state not in self._signature.states:
-            return
-        alike = isinstance(value, torch.Tensor) and value.shape == row.shape
-        alike = alike and value.is_floating_point() == row.is_floating_point()
-        if alike:
-            row.copy_(value)
-            alike = row.is_floating_point() if key in self._acted else False
-            alike = alike or torch.equal(row.to(value), value)
-        if not alike:
-            raise PolicyError(
-                f"the policy wrote {format_key(key)} as {_described(value)}; before, it was "
-                f"{dtype} of shape {tuple(row.shape)}: give it the same dtype and shape always"
-            )
-
-    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
+    def finish(self) -> None:
         self._policy.finish()
-        return self._unfit
 
     def reset(self, t: int, ended: Sequence[int]) -> None:
         index, envs = list(ended), self._env.num_envs
-        for _, _, rows in self._states:
+        for _, rows in self._states:
             rows[t].view((envs, *rows[t].shape[len(self._env.batch_shape) :]))[index] = 0
 
     def forget(self) -> None:
@@ -483,49 +403,29 @@ class _TensorDictOverRows:
 class _KeptOverRows(_TensorDictOverRows):
     """Has a policy that keeps the TensorDict of a step get another one for the next."""
 
-    def act(self, t: int, policy: Callable[[TensorDictBase], TensorDictBase] | None = None) -> None:
-        super().act(t, policy)
+    def act(self, t: int) -> None:
+        super().act(t)
         assert self._root is not None
         self._root = self._root.copy()
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    return f"{value!r:.100}"
-
-
-def _entry(root: TensorDictBase, name: Any) -> Any:
-    try:
-        return root.get(name, None)
-    except ValueError:  # a tensor, where the first call wrote a TensorDict
-        return None
-
-
-def _unknown(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> Key | None:
-    """Return an entry of ``data`` that is not among the nested ``names``."""
+def _check_known(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> None:
+    """Check that all entries of ``data`` are among the nested ``names``."""
     for name in data.keys():
         if name not in names:
             if name[0] != "_":
-                return (*at, name)
+                raise wrote_otherwise((*at, name), data.get(name), None)
         elif names[name]:
             value = data.get(name)
-            nested = isinstance(value, TensorDictBase)
-            found = _unknown(value, names[name], (*at, name)) if nested else (*at, name)
-            if found is not None:
-                return found
-    return None
+            if not isinstance(value, TensorDictBase):
+                raise wrote_otherwise((*at, name), value, None)
+            _check_known(value, names[name], (*at, name))
 
 
-def _changed(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> Key | None:
-    """Return an entry that is not what was ``shown`` to the policy, nor a copy of it."""
+def _check_kept(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
+    """Check that entries are what was ``shown`` to the policy, or copies of it."""
     for name, value, version in shown:
         now = root.get(name, None)
         alike = isinstance(now, torch.Tensor) and (same_memory(now, value) or equal(now, value))
         if not alike or writes_so_far(value) != version:
-            return as_key(name)
-    return None
-
-
-def _on_cpu(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to("cpu", copy=True)
+            raise unlike_first_call(f"changed {format_key(as_key(name))}", "left it as it was")

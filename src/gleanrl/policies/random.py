@@ -126,14 +126,13 @@ class RandomActions:
     def reset(self, t: int, ended: Sequence[int]) -> None:
         """Do nothing: there is no state."""
 
-    def finish(self, steps: int) -> Mapping[int, tuple[Key, TensorDictBase]]:
-        """Put the stream behind the last of ``steps`` rows; return that everything was written."""
+    def finish(self, steps: int) -> None:
+        """Put the stream behind the last of ``steps`` rows."""
         if self._drawn > steps:
             first, self._streams.actions = self._rewind
             (spec,) = self._specs.values()
             with self._streams.acting():
                 spec.rand((steps - first, self._envs))
-        return {}
 
     def forget(self) -> None:
         """Do nothing: nothing is remembered."""

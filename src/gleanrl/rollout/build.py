@@ -42,9 +42,13 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.dense import DenseRollout, check_can_cut
-from gleanrl.rollout.finished_steps import expect
+from gleanrl.rollout.finished_steps import expect, shown_entries
 from gleanrl.rollout.next_step_loop import NextStepRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
+
+_ONLY_KNOWN = (
+    "vector environments do not deliver; vectorise single environments with num_envs= instead"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,12 @@ class SourceBuilder:
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policy = self._policy(made, first)
-        if isinstance(made, GymnasiumEnv) and isinstance(policy, ProgramPolicy):
-            why = policy.signature.why_no_rows
-            if why is not None:
+        if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
+            if isinstance(made, GymnasiumEnv):
                 handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
+            if unfit := policy.signature.why_unfit:
+                raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
         kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
 
@@ -123,8 +128,13 @@ class SourceBuilder:
         else:
             actor, after = self._actor(env, shown)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
-        expected = None if layout is None else expect(env, layout, after, actor, self.options)
-        return TensorDictRollout(handle, actor, self.options, expected=expected, why=why)
+        expected = None
+        if layout is not None and self.options.fast:
+            expected = expect(env, layout, after, actor, self.options)
+        recorded = shown_entries(shown, handle.ends.keys, after)
+        return TensorDictRollout(
+            handle, actor, self.options, expected=expected, shown=recorded, why=why
+        )
 
     def _actor(self, env: Any, shown: Shown) -> tuple[Actor, TensorDictBase]:
         """Return the actor, and the root as the environment would receive it."""

@@ -101,17 +101,13 @@ class DenseRollout(BaseSource):
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, policy, self.tracker, steps, stop)
             self._env.finish(taken)
-            unfit = policy.finish(taken)
+            policy.finish(taken)
             if taken < window.steps:
                 for field in self._plan.root_fields:
                     last = window.tensor(field.key)[:, taken : taken + 1]
                     self._next_root.tensor(field.key).copy_(last)
             self._plan.finish(window, self.tracker, taken, self.policy_version)
-            payload = None
-            if unfit:
-                own = {field.key for field in (*self._plan.root_fields, *policy.outputs)}
-                payload = self._plan.as_tensordicts(window, taken, unfit, own)
-        return self._report(taken, payload=payload)
+        return self._report(taken)
 
     def explain(self) -> str:
         """Return the path of every part, with the reasons."""

@@ -1,7 +1,6 @@
 """Finished steps of environments with TensorDict methods: their layout and their storage.
 
-Steps go into rows of a window as long as they are what was expected, and are kept as they are
-otherwise.
+Steps of a fixed layout go into rows of a window. Those of an open layout are kept as TensorDicts.
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from gleanrl.core.errors import EnvError, PolicyError
 from gleanrl.core.keys import (
     NEXT,
     STEP_COUNT,
+    TRUNCATED,
     Key,
     as_key,
+    format_key,
     next_key,
 )
 from gleanrl.core.layout import EnvLayout, Field, Group
@@ -26,8 +28,9 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.tensordicts import copied, groups_of
-from gleanrl.policies.policy import Actor
+from gleanrl.memory.tensordicts import copied, described, groups_of
+from gleanrl.policies.diagnosis import ONE_LAYOUT
+from gleanrl.policies.policy import Actor, Shown
 from gleanrl.rollout.plan import RolloutPlan
 
 
@@ -39,13 +42,35 @@ class ExpectedSteps:
     """The delivered fields."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
-    shown: tuple[Key, ...]
-    """Root entries that the environment shows, and what is their memory: stored before it steps,
-    because it may use that again."""
     optional: frozenset[Key]
     """Entries that some steps lack; they are stored as zeros then."""
     ignored: tuple[Key, ...]
     """Entries that steps hold and that are not delivered."""
+
+
+def shown_entries(shown: Shown, flags: Sequence[Key], root: TensorDictBase) -> tuple[Key, ...]:
+    """Return the root entries to record before the environment steps, because it may reuse memory.
+
+    These are the entries that it shows, its end ``flags``, and what a policy returned that is an
+    observation as it is.
+
+    Args:
+        shown: What the environment shows.
+        flags: Keys of its end flags.
+        root: A root TensorDict as the environment gets it.
+    """
+    if shown.layout is None:
+        return (*shown.observed, *flags)
+    found = {as_key(key): value for key, value in root.items(True, True)}
+    places = {
+        key: value.untyped_storage().data_ptr()
+        for key, value in found.items()
+        if isinstance(value, torch.Tensor) and key[0] != NEXT and key not in shown.acted
+    }
+    observed = [field.key for field in shown.layout.observations]
+    memory = {places[key] for key in observed if key in places}
+    same = [key for key, place in places.items() if place in memory]
+    return tuple(key for key in dict.fromkeys((*observed, *same, *flags)) if key in found)
 
 
 def expect(
@@ -53,8 +78,8 @@ def expect(
 ) -> ExpectedSteps | None:
     """Return the expected contents of steps of ``env``, before the first step.
 
-    Its specs, its first reset and one call of the policy tell. A step that is something else is no
-    error: the rollout it is part of travels as a payload.
+    Its specs, its first reset and one call of the policy tell. The first step may prove them wrong
+    (see `StepRecorder`).
 
     Args:
         env: The environment.
@@ -106,15 +131,9 @@ def expect(
         if field.key not in plan.bulk and field.key[field.key[0] == NEXT :] not in unset
     )
     observed = [field.key for field in layout.observations]
-    # A policy may return an observation as it is: the step overwrites what is the same memory.
-    places = {key: leaves[key].untyped_storage().data_ptr() for key in roots if key in leaves}
-    memory = {places[key] for key in observed if key in places}
-    acted = {field.key for field in layout.actions}
-    same = [key for key, place in places.items() if place in memory and key not in acted]
     return ExpectedSteps(
         plan,
         stored=stored,
-        shown=tuple(key for key in dict.fromkeys((*observed, *same, *flags)) if key in found),
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
         ignored=(
@@ -154,9 +173,6 @@ class _Unstored:
         """Store ``value`` as row ``t``; return whether it fits the expectation."""
         return True
 
-    def clear(self, t: int) -> None:
-        """Store that step ``t`` lacks the entry."""
-
 
 @dataclass(slots=True)
 class _Leaf:
@@ -174,9 +190,6 @@ class _Leaf:
             return False
         self.rows[t].copy_(value)
         return True
-
-    def clear(self, t: int) -> None:
-        self.rows[t].zero_()
 
 
 @dataclass(slots=True)
@@ -206,96 +219,126 @@ class _Node:
         return found == len(entries) or self._fill(value, t)
 
     def _fill(self, value: TensorDictBase, t: int) -> bool:
-        """Clear the entries that ``value`` lacks; return whether it may lack all of them."""
+        """Zero the entries that ``value`` lacks; return whether it may lack all of them."""
         present = set(value.keys())
-        missing = [entry for name, entry in self.entries.items() if name not in present]
-        for entry in missing:
-            entry.clear(t)
-        return not any(entry.needed for entry in missing)
-
-    def clear(self, t: int) -> None:
-        for entry in self.entries.values():
-            entry.clear(t)
+        for name, entry in self.entries.items():
+            if name not in present:
+                if entry.needed:
+                    return False
+                if isinstance(entry, _Leaf):
+                    entry.rows[t].zero_()
+        return True
 
 
 _Entry: TypeAlias = _Unstored | _Leaf | _Node
 
 
-class StepRecorder:
-    """Keeps the finished steps of one rollout after the other."""
+DECLARE_TRUNCATED = (
+    "Its done_spec does not have this flag: declare it, by add_truncated_keys() where the "
+    "environment is made, or leave it out"
+)
 
-    def __init__(self, shown: Iterable[Key], fields: ExpectedSteps | None = None) -> None:
-        """Keep steps of ``fields``; ``None`` if these change from step to step."""
+
+class StepRecorder:
+    """Keeps the finished steps of one rollout after the other.
+
+    Construction never steps the environment, so the first step of all decides: if it is not what
+    was expected, the layout is open, and steps are kept as TensorDicts from then on. A later step
+    that differs is an error.
+    """
+
+    def __init__(
+        self, env: Any, shown: Iterable[Key], expected: ExpectedSteps | None = None
+    ) -> None:
+        """Keep steps of ``env``, which shows ``shown``; ``expected``: ``None`` if that is open."""
+        self._env_name = type(env).__name__
         self._shown = tuple(shown)
-        self._fields = fields
+        self._expected = expected
         self._trees: weakref.WeakKeyDictionary[Window, tuple[_Node, _Node]] = (
             weakref.WeakKeyDictionary()
         )
-        self._window: Window | None = None
         self._before: _Node
         self._after: _Node
         self._t = -1
+        self._fixed = False
+        """Whether a step was as expected."""
         self._view: TensorDictBase | None = None
         self.steps: list[TensorDictBase] | None = None
-        """The steps as TensorDicts; ``None`` while all of them are in the window."""
+        """The steps of an open layout; ``None`` if they are in the window."""
 
     def begin(self, window: Window | None) -> None:
         """Start a rollout; without a window, or without fields, keep steps unchanged."""
-        self._t, self._window = -1, window
-        rows = self._fields is not None and window is not None and window.keys()
-        self.steps = None if rows else []
-        if rows:
-            assert window is not None
-            if window not in self._trees:
-                self._trees[window] = self._bind(window)
-            self._before, self._after = self._trees[window]
+        self._t = -1
+        if self._expected is None or window is None or not window.keys():
+            self.steps = []
+            return
+        self.steps = None
+        if window not in self._trees:
+            self._trees[window] = self._bind(window, self._expected)
+        self._before, self._after = self._trees[window]
 
     def before(self, root: TensorDictBase) -> None:
-        """Store the environment's root entries, before it steps."""
+        """Store the environment's root entries, before it steps.
+
+        Raises:
+            PolicyError: one is not as it was in earlier steps.
+        """
         self._t += 1
         if self.steps is None and not _write_some(self._before, root, self._t):
-            self.steps = [self._row(t, root.device) for t in range(self._t)]
-        if self.steps is not None:
+            self._open(self._before, root, False)
+        if self.steps is not None or not self._fixed:
             self._view = _view_of(root, self._shown)
 
     def after(self, finished: TensorDictBase) -> None:
-        """Store a finished step, before anything is reset."""
+        """Store a finished step, before anything is reset.
+
+        Raises:
+            EnvError: an entry under ``"next"`` is not as it was in earlier steps.
+            PolicyError: another entry is not.
+        """
         if self.steps is None:
             if self._after.write(finished, self._t):
+                self._fixed = True
                 return
-            self.steps = [self._row(t, finished.device) for t in range(self._t)]
-            self._view = _view_of(self._row(self._t, finished.device), self._shown)
+            self._open(self._after, finished, True)
         step = copied(finished)
         if self._view is not None:
             step.update(self._view)
+        assert self.steps is not None
         self.steps.append(step)
 
-    def _bind(self, window: Window) -> tuple[_Node, _Node]:
-        fields = self._fields
-        assert fields is not None
-        batch = fields.plan.layout.batch_shape
-        sizes = {group.key: (*batch, *group.shape) for group in fields.plan.layout.groups}
+    def _open(self, expected: _Node, found: TensorDictBase, whole: bool) -> None:
+        """Keep steps as TensorDicts from now on, of which ``found`` is the first."""
+        if not self._fixed:
+            self._expected, self.steps = None, []
+            return
+        key, came, before = _difference(expected, found, whole) or ((NEXT,), "ragged", "dense")
+        from_env = key[0] == NEXT
+        kind = EnvError if from_env else PolicyError
+        did = "returned" if from_env else "got from the policy"
+        raise kind(
+            f"{self._env_name} {did} {format_key(key)} as {came} at step {self._t} of the rollout; "
+            f"in the first step it was {before}. "
+            + (DECLARE_TRUNCATED if from_env and key[-1:] == TRUNCATED else ONE_LAYOUT)
+        )
+
+    def _bind(self, window: Window, expected: ExpectedSteps) -> tuple[_Node, _Node]:
+        layout = expected.plan.layout
+        batch = layout.batch_shape
+        sizes = {group.key: (*batch, *group.shape) for group in layout.groups}
         leaves: dict[Key, _Entry] = {
             field.key: _Leaf(
                 batch_rows(window, field.key, batch),
                 torch.Size((*batch, *field.shape)),
                 field.dtype,
-                field.key not in fields.optional,
+                field.key not in expected.optional,
             )
-            for field in fields.stored
+            for field in expected.stored
         }
-        shown = {key: leaves[key] for key in fields.shown if key in leaves}
+        shown = {key: leaves[key] for key in self._shown if key in leaves}
         elsewhere = {key: _Unstored(needed=True) for key in shown}
-        elsewhere |= {key: _Unstored() for key in fields.ignored}
+        elsewhere |= {key: _Unstored() for key in expected.ignored}
         return _tree(shown, batch, sizes), _tree({**leaves, **elsewhere}, batch, sizes)
-
-    def _row(self, t: int, device: torch.device | None) -> TensorDictBase:
-        """Return a step out of the rows, on the ``device`` of the others."""
-        fields, window = self._fields, self._window
-        assert fields is not None
-        assert window is not None
-        row = fields.plan.row(window, t, [field.key for field in fields.stored])
-        return row if device is None else row.to(device)
 
 
 def _tree(
@@ -323,6 +366,33 @@ def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
         elif not entry.write(value, t):
             return False
     return True
+
+
+def _difference(
+    node: _Node, data: TensorDictBase, whole: bool, at: Key = ()
+) -> tuple[Key, str, str] | None:
+    """Return the first entry of ``data`` that ``node`` does not store, and what it is and was.
+
+    ``whole``: entries that ``node`` does not know count as well.
+    """
+    for name, entry in node.entries.items():
+        value, key = data.get(name, None), (*at, name)
+        if isinstance(entry, _Node):
+            if not isinstance(value, TensorDictBase) or value.batch_size != entry.size:
+                return key, described(value), f"of batch size {tuple(entry.size)}"
+            found = _difference(entry, value, whole, key)
+            if found is not None:
+                return found
+        elif value is None and entry.needed:
+            return key, "nothing", "there"
+        elif isinstance(entry, _Leaf) and value is not None and not entry.write(value, 0):
+            return key, described(value), described(entry.rows[0])
+    parts = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    for part in parts if whole else ():
+        for name, value in part.items():
+            if name not in node.entries and name[0] != "_":
+                return (*at, name), described(value), "not there"
+    return None
 
 
 def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:

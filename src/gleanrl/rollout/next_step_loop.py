@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.core.errors import PolicyError, note
+from gleanrl.core.errors import note
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -22,7 +22,6 @@ from gleanrl.core.keys import (
     TRAJ_IDS,
     TRUNCATED,
     Key,
-    format_key,
     next_key,
 )
 from gleanrl.core.layout import EnvLayout, Field, Layout
@@ -30,16 +29,11 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
-from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.dense import DenseRollout
 from gleanrl.rollout.step_log import StepLog
 
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over, even if a rollout is shorter."""
-_ONLY_KNOWN = (
-    "; to have that delivered, make the vector environment with autoreset_mode='SameStep', or "
-    "vectorise single environments with num_envs=: this one resets in its next step"
-)
 _LATER = np.iinfo(np.int64).max // 2
 
 
@@ -167,10 +161,7 @@ class NextStepRollout(DenseRollout):
 
         Raises:
             ConfigError: a dtype that the log cannot hold, because numpy has none like it.
-            PolicyError: the policy writes what the log cannot hold.
         """
-        if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_unfit):
-            raise PolicyError(f"{why}{_ONLY_KNOWN}")
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj)
@@ -191,7 +182,7 @@ class NextStepRollout(DenseRollout):
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)
             self._pool.finish(taken)
-            _check_fits(policy.finish(taken))
+            policy.finish(taken)
             self._resets.finish(taken)
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
@@ -249,14 +240,6 @@ class NextStepRollout(DenseRollout):
         self._resets.restart(which)
         if self._log is not None:
             self._discarded += self._log.reset(which)
-
-
-def _check_fits(unfit: Mapping[int, tuple[Key, Any]]) -> None:
-    for t, (key, _) in unfit.items():
-        raise PolicyError(
-            f"the policy wrote {format_key(key)} at step {t} of the rollout otherwise than in its "
-            f"first call{_ONLY_KNOWN}"
-        )
 
 
 def _logged(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError, PolicyError
 from gleanrl.core.keys import (
@@ -29,8 +28,6 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.tensordicts import stacked, tensordict_over, time_named
-from gleanrl.policies.probe import leaves
 from gleanrl.rollout.tracker import Tracker
 
 
@@ -214,44 +211,6 @@ class RolloutPlan:
                 _truncate_last(window, group, steps - 1)
         if options.check_finite:
             self._check_finite(window, steps)
-
-    def as_tensordicts(
-        self,
-        window: Window,
-        taken: int,
-        unfit: Mapping[int, tuple[Key, TensorDictBase]],
-        own: Container[Key],
-    ) -> TensorDictBase:
-        """Return the steps of a finished ``window`` as TensorDicts, stacked.
-
-        Args:
-            window: What fits it.
-            taken: Steps taken; beyond them all is zero.
-            unfit: By step, what stands in place of rows that do not hold it.
-            own: The keys of these rows.
-        """
-        ndim, steps = len(self.layout.batch_shape), list[TensorDictBase]()
-        rows = {field.key for field in self.layout.fields}
-        others = {key for key in rows if key not in own}
-        for t in range(window.steps):
-            last = min(t, taken - 1)
-            row = self.row(window, t, others if last in unfit else rows)
-            step = unfit[last][1] if last in unfit else row
-            steps.append((step if t == last else step.apply(torch.zeros_like)).update(row))
-        stack = stacked(steps, ndim)
-        drop = [
-            key
-            for key in leaves(stack)
-            if is_private(key) or (key[0] == NEXT and key not in rows and key[1:] in own)
-        ]
-        return time_named(stack.exclude(*drop) if drop else stack, ndim)
-
-    def row(self, window: Window, t: int, keys: Iterable[Key]) -> TensorDictBase:
-        """Return copies of these entries of step ``t``."""
-        batch = self.layout.batch_shape
-        values = {key: window.tensor(key)[:, t].clone() for key in keys}
-        views = {key: value.reshape((*batch, *value.shape[1:])) for key, value in values.items()}
-        return tensordict_over(views, batch, [None] * len(batch), self.layout.groups)
 
     def _check_finite(self, window: Window, steps: int) -> None:
         for field in self._finite:

@@ -8,7 +8,7 @@ environment's reset returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
-from gleanrl.rollout.finished_steps import ExpectedSteps, StepRecorder
+from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, ExpectedSteps, StepRecorder
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -46,10 +46,10 @@ from gleanrl.rollout.tracker import Tracker
 class TensorDictRollout(BaseSource):
     """The source of environments that are stepped by their TensorDict methods.
 
-    Rollouts go into the window as long as their steps are what was expected, and are delivered as
-    payloads otherwise: step TensorDicts stacked along the last dimension, densely where shapes
-    agree and lazily where they do not. One that is stopped keeps its length: beyond its last step
-    tensors are zero, and other entries of payloads repeat what that step has.
+    Rollouts of a fixed layout go into the window. Those of an open layout are delivered as
+    payloads: step TensorDicts stacked along the last dimension, densely where shapes agree and
+    lazily where they do not. One that is stopped keeps its length: beyond its last step tensors are
+    zero, and other entries of payloads repeat what that step has.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class TensorDictRollout(BaseSource):
         options: SourceOptions,
         *,
         expected: ExpectedSteps | None,
+        shown: Iterable[Key],
         why: str,
     ) -> None:
         """Collect from the environment of ``handle``, which was reset once.
@@ -68,6 +69,7 @@ class TensorDictRollout(BaseSource):
             actor: What acts.
             options: What the user asked for.
             expected: What steps are expected to be; ``None`` if they have no fixed layout.
+            shown: Root entries to record before the environment steps.
             why: Why this is the loop that fits.
 
         Raises:
@@ -100,9 +102,7 @@ class TensorDictRollout(BaseSource):
         self._bulk = RolloutPlan(
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
         )
-        known = () if expected is None else expected.shown
-        shown = dict.fromkeys((*observed, *handle.ends.keys, *known))
-        self._recorder = StepRecorder(shown, expected)
+        self._recorder = StepRecorder(env, shown, expected)
         self._begin_episodes(list(range(envs)))
 
     def explain(self) -> str:
@@ -111,7 +111,7 @@ class TensorDictRollout(BaseSource):
         with self._exploration(), torch.no_grad():
             parts = ["random actions, drawn by the environment"]
             parts = parts if policy is None else policy.explain()
-        fixed = "steps go into rows as long as they are what was expected"
+        fixed = "steps go into rows, if the first one is what was expected"
         loop = f"one TensorDict, carried from step to step ({self._why}); "
         return explanation(
             loop + (fixed if self._plan else "steps have no fixed layout"),
@@ -303,11 +303,8 @@ class TensorDictRollout(BaseSource):
         for group in self._handle.ends.groups:
             key = (NEXT, *group.prefix, *TRUNCATED)
             if not group.truncated and any(step.get(key, None) is not None for step in steps):
-                raise EnvError(
-                    f"{type(self.env).__name__} returned {format_key(key)}, which its done_spec "
-                    "does not have; declare it, by add_truncated_keys() where the environment is "
-                    "made, or leave it out"
-                )
+                name = f"{type(self.env).__name__} returned {format_key(key)}"
+                raise EnvError(f"{name}. {DECLARE_TRUNCATED}")
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
         """Return one reward per frame, ``[P, T]``; steps need not be alike."""
