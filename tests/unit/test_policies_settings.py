@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torchrl import modules as rl
 
-from gleanrl import Collector, ExplorationType, set_exploration_type
+from gleanrl import Collector, ExplorationType, PolicyError, set_exploration_type
 from gleanrl.modules import TanhNormal
 
 STEPS = 8
@@ -369,7 +369,6 @@ def test_a_module_that_holds_more_than_is_compared_is_called_as_it_is(where):
 # -- settings of torch: what plain calls give is what the fast path gives --------------------------
 
 SETTINGS = {
-    "autocast": (partial(torch.set_autocast_enabled, "cpu"), True, False),
     "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
     "default device": (torch.set_default_device, "cpu", None),
     "deterministic": (torch.use_deterministic_algorithms, True, False),
@@ -410,6 +409,20 @@ def test_a_setting_of_torch_changes_between_batches(name, make):
         for key, value in one.items():
             assert value.dtype == other[key].dtype
             assert torch.equal(value, other[key])
+
+
+@pytest.mark.parametrize("make", [normal, recurrent])
+def test_autocast_between_batches_changes_dtypes_and_needs_an_open_layout(make):
+    for fast in (True, False):
+        with Collector(Noise, make(), num_envs=2, frames_per_batch=8, fast=fast) as collector:
+            before = collector.rollout()["action"].dtype
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if not fast:
+                    assert collector.rollout()["action"].dtype is torch.bfloat16
+                    continue
+                with pytest.raises(PolicyError, match="as torch.bfloat16.* wrote torch.float32"):
+                    collector.rollout()
+        assert before is torch.float32
 
 
 def test_recording_a_draw_leaves_what_other_threads_use_as_it_is():
