@@ -7,7 +7,7 @@ import pytest
 
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncScheme
 from gleanrl.transport.peer import RemoteFlag
-from gleanrl.transport.ray import (
+from gleanrl.transport.ray_nodes import (
     Session,
     check_options,
 )

@@ -9,7 +9,7 @@ import socket
 from gleanrl.cli.command_options import NodeOptions
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.handshake import SECRET, Invitation, secret_from
-from gleanrl.transport.node import run_node
+from gleanrl.transport.node_endpoint import run_node
 
 _NUMBERS = (
     "GLEANRL_NODE",

@@ -21,10 +21,9 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError, GleanError
@@ -82,19 +81,14 @@ def secret_from(text: str) -> bytes:
     return secret
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Keys:
-    """What authenticates the frames of one connection."""
+Keys: TypeAlias = tuple[bytes, bytes]
+"""What authenticates the frames that one side of a connection sends, and those it receives."""
 
-    node: bytes
-    """Of those that the node sends."""
-    learner: bytes
 
-    @classmethod
-    def of(cls, secret: bytes, *said: bytes) -> Keys:
-        """Derive the keys of the connection on which ``said`` was said."""
-        session = _sign(secret, b"session", *said)
-        return cls(_sign(session, b"from the node"), _sign(session, b"from the learner"))
+def _keys(secret: bytes, *said: bytes) -> Keys:
+    """Derive the node's keys of the connection on which ``said`` was said."""
+    session = _sign(secret, b"session", *said)
+    return _sign(session, b"from the node"), _sign(session, b"from the learner")
 
 
 class Guest(NamedTuple):
@@ -104,6 +98,7 @@ class Guest(NamedTuple):
     """Its index."""
     sock: socket.socket
     keys: Keys
+    """The learner's."""
 
 
 def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadline) -> Guest:
@@ -127,7 +122,8 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadli
         raise HandshakeError("a connection was refused: it does not know this collector's secret")
     told = _SECONDS.pack(timeout_s)
     _send(sock, told + _sign(secret, b"learner", mine, theirs, index, told), deadline)
-    return Guest(int(_INDEX.unpack(index)[0]), sock, Keys.of(secret, mine, theirs, index, told))
+    receives, sends = _keys(secret, mine, theirs, index, told)
+    return Guest(int(_INDEX.unpack(index)[0]), sock, (sends, receives))
 
 
 def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, float]:
@@ -183,22 +179,8 @@ def _introduce(
     expected = _sign(invitation.secret, b"learner", theirs, mine, index, told)
     if not hmac.compare_digest(answer[_SECONDS.size :], expected):
         raise HandshakeError(f"{where} does not know this collector's secret")
-    keys = Keys.of(invitation.secret, theirs, mine, index, told)
+    keys = _keys(invitation.secret, theirs, mine, index, told)
     return keys, float(_SECONDS.unpack(told)[0])
-
-
-def keep_alive(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel look whether the other host lives, while nothing is sent.
-
-    `Channel.set_patience` bounds how long data may stay unread.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        every = int(min(max(1.0, timeout_s / 4), 32767))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _connect(address: tuple[str, int], deadline: Deadline) -> socket.socket:

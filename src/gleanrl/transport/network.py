@@ -11,8 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -29,7 +27,7 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
-from gleanrl.transport.handshake import Guest, keep_alive, new_secret
+from gleanrl.transport.handshake import Guest, new_secret
 from gleanrl.transport.interrupts import Deferred, interruptible
 from gleanrl.transport.joining import LOOK_S, NodeAdmitter, listen
 from gleanrl.transport.launchers import Launcher
@@ -42,8 +40,8 @@ from gleanrl.transport.wire import (
     LEAVE,
     STOP,
     WEIGHTS,
+    Channel,
     ForgedFrameError,
-    SealedChannel,
     head_of,
     key_frame,
     read_key,
@@ -70,10 +68,9 @@ class Node(ChannelPeer):
         Raises:
             OSError: the connection has ended.
         """
-        sock, keys = guest.sock, guest.keys
-        keep_alive(sock, backend.timeout_s)
-        super().__init__(guest.node, SealedChannel(sock, keys.learner, keys.node))
-        self.channel.set_patience(backend.timeout_s)
+        sock = guest.sock
+        super().__init__(guest.node, Channel(sock, guest.keys))
+        self.channel.keep_alive(backend.timeout_s)
         self._backend = backend
         self.address = str(sock.getpeername()[0])
         self.here = str(sock.getsockname()[0])
@@ -92,8 +89,8 @@ class Node(ChannelPeer):
         """Where rollouts land, by slot."""
         self._arriving: dict[int, Arrival] = {}
         """Rollouts that are due, by ticket."""
-        self._weights: deque[tuple[Transfer, Callable[[], None]]] = deque()
-        """Those on their way, oldest first, and whom to tell that they were taken."""
+        self._weights: deque[tuple[Transfer, FlatBuffer]] = deque()
+        """Those on their way, oldest first."""
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -205,22 +202,21 @@ class Node(ChannelPeer):
             arrival.finish()
             del self._arriving[ticket]
 
-    def send_weights(self, buffer: torch.Tensor, taken: Callable[[], None]) -> bool:
-        """Send ``buffer``, which must not change before ``taken`` is called; False: it is gone."""
+    def send_weights(self, buffer: FlatBuffer) -> None:
+        """Send ``buffer``, which must not change while it `is_sent`."""
         assert self._pair is not None
-        try:
-            transfer = self._pair.send(buffer, WEIGHTS_TAG)
-        except RuntimeError:  # whoever waits for a rollout is told
-            return False
-        self._weights.append((transfer, taken))
-        self.put(WEIGHTS)
-        return True
+        with contextlib.suppress(RuntimeError):  # it is gone: whoever waits for a rollout is told
+            self._weights.append((self._pair.send(buffer.bytes, WEIGHTS_TAG), buffer))
+            self.put(WEIGHTS)
+
+    def is_sent(self, buffer: FlatBuffer | None = None) -> bool:
+        """Tell whether weights are on their way to it, those in ``buffer`` or any."""
+        return any(buffer is None or each is buffer for _, each in self._weights)
 
     def _weights_taken(self) -> None:
-        transfer, taken = self._weights.popleft()
+        transfer, _ = self._weights.popleft()
         with contextlib.suppress(RuntimeError):  # the node has them, whatever was lost afterwards
             transfer.finish()
-        taken()
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -256,14 +252,6 @@ class Node(ChannelPeer):
             self._weights.clear()
 
 
-@dataclass(eq=False, slots=True)
-class _Publication:
-    """Weights of one version, and how many transfers still read from them."""
-
-    buffer: FlatBuffer
-    readers: int = 0
-
-
 class FlatWeightPublisher:
     """Publishes the weights of one model to nodes: one copy here, one transfer to each.
 
@@ -276,11 +264,12 @@ class FlatWeightPublisher:
     def __init__(self, ref: m.WeightsRef) -> None:
         """Publish to nobody yet; `include` adds nodes. ``ref`` says where tensors lie."""
         self.ref = ref
-        self._free: list[FlatBuffer] = []
-        self._newest: _Publication | None = None
-        self._in_flight: dict[Node, int] = {}
-        """Per node, how many transfers it has not taken yet."""
-        self._behind: set[Node] = set()
+        self._buffers: list[FlatBuffer] = []
+        self._newest: FlatBuffer | None = None
+        self._number = 0
+        """Of the newest publication."""
+        self._sent: dict[Node, int] = {}
+        """Per node, the publication that it was sent last."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
@@ -290,55 +279,36 @@ class FlatWeightPublisher:
         """
         check_fit(self.ref, tensors)
         with Deferred():  # a frame that is sent in part, or twice, ends the connection
-            buffer = self._free.pop() if self._free else FlatBuffer(self.ref)
+            buffer = self._unused()
             buffer.fill(tensors, version, serial)
-            older, self._newest = self._newest, _Publication(buffer)
-            self._recycle(older)
-            for node, in_flight in self._in_flight.items():
-                if in_flight:
-                    self._behind.add(node)
-                else:
-                    self._send(node)
+            self._newest, self._number = buffer, self._number + 1
+            for node in self._sent:
+                self.supply(node)
+
+    def _unused(self) -> FlatBuffer:
+        """Return a buffer that no transfer reads from."""
+        for buffer in self._buffers:
+            if not any(node.is_sent(buffer) for node in self._sent):
+                return buffer
+        self._buffers.append(FlatBuffer(self.ref))
+        return self._buffers[-1]
 
     def include(self, node: Node) -> None:
         """Publish to ``node`` as well, from the newest on."""
-        self._in_flight[node] = 0
-        if self._newest is not None:
-            self._send(node)
+        self._sent[node] = 0
+        self.supply(node, at_once=True)
 
-    def catch_up(self, node: Node) -> None:
-        """Send the newest now if ``node`` is behind."""
-        if node in self._behind:
-            self._send(node)
+    def supply(self, node: Node, *, at_once: bool = False) -> None:
+        """Send the newest weights that ``node`` lacks, ``at_once`` or when it has taken others."""
+        lacks = self._sent.get(node, self._number) < self._number
+        if lacks and self._newest is not None and (at_once or not node.is_sent()):
+            self._sent[node] = self._number
+            node.send_weights(self._newest)
 
     def forget(self, node: Node) -> None:
         """Publish to ``node`` no more; a buffer that it may still be sent is not used again."""
-        self._in_flight.pop(node, None)
-        self._behind.discard(node)
-
-    def _send(self, node: Node) -> None:
-        publication = self._newest
-        assert publication is not None
-        self._behind.discard(node)
-        self._in_flight[node] += 1
-        publication.readers += 1
-        taken = partial(self._taken, node, publication)
-        if not node.send_weights(publication.buffer.bytes, taken):
-            self._in_flight[node] -= 1
-            publication.readers -= 1
-
-    def _taken(self, node: Node, publication: _Publication) -> None:
-        publication.readers -= 1
-        self._recycle(publication)
-        self._in_flight[node] -= 1
-        if node in self._behind and not self._in_flight[node]:
-            self._send(node)
-
-    def _recycle(self, publication: _Publication | None) -> None:
-        if publication is None or publication is self._newest:
-            return
-        if not publication.readers:
-            self._free.append(publication.buffer)
+        self._buffers = [buffer for buffer in self._buffers if not node.is_sent(buffer)]
+        self._sent.pop(node, None)
 
 
 class NetworkBackend(RemoteBackend[Node]):
@@ -484,7 +454,7 @@ class NetworkBackend(RemoteBackend[Node]):
             raise self._died(peer, "is gone")
         publisher = self._publisher
         if publisher is not None and not isinstance(command, m.NoWeights):
-            publisher.catch_up(peer)
+            publisher.supply(peer, at_once=True)
         peer.post(ticket, command)
         if publisher is not None and isinstance(command, m.Bind):
             publisher.include(peer)
@@ -574,6 +544,8 @@ class NetworkBackend(RemoteBackend[Node]):
     def _hear(self, peer: Node) -> None:
         try:
             peer.read()
+            if self._publisher is not None:
+                self._publisher.supply(peer)
         except ForgedFrameError as err:
             peer.leaving = f"was let go of: {err}"
             raise self._died(peer, peer.leaving) from None
@@ -590,12 +562,12 @@ class NetworkBackend(RemoteBackend[Node]):
 
     def _drop(self, peer: Node) -> None:
         """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.forget(peer)
         self._channels.drop(peer)
         peer.close()
         peer.announced.clear()  # rollouts it had announced cannot be fetched any more
         self._arrived = deque(f for f in self._arrived if head_of(f)[1] != peer.index)
-        if self._publisher is not None:
-            self._publisher.forget(peer)
 
     def stop(self, timeout: float) -> None:
         """End all nodes, also those that are just joining. Idempotent."""

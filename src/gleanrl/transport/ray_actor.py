@@ -35,7 +35,7 @@ class RayNode:
 
     def serve(self, invitation: Invitation) -> str:
         """Be a node until the learner says so or goes away; return what else ended it."""
-        from gleanrl.transport.node import run_node
+        from gleanrl.transport.node_endpoint import run_node
 
         try:
             run_node(invitation)

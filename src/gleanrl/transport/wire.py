@@ -8,7 +8,7 @@ and, on the connection of a node only:
 
     H                 a sign of life (from the node)
     S byte            raise the stop flag, or take it back (from the learner)
-    K length key val  half of agreeing on a process group (both ways)
+    K pickle          half of agreeing on a process group: key and value (both ways)
     W                 weights are on their way (from the learner), were taken (from the node)
     L reason          the node ends, because it was told to or cannot go on (from the node)
 
@@ -22,15 +22,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import pickle
 import select
 import socket
 import struct
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import NoReturn
 
 import cloudpickle
 
@@ -78,12 +77,13 @@ class CommandReader:
         try:
             return ticket, self._command(frame)
         except Exception as err:  # whatever the user's objects do when unpickled
-            error = GleanError(
-                f"what was sent cannot be loaded in the worker's process ({type(err).__name__}: "
-                f"{error_text(err)}); send what can be unpickled there"
+            return ticket, _failed(
+                self._worker,
+                ticket,
+                err,
+                "what was sent cannot be loaded in the worker's process",
+                "send what can be unpickled there",
             )
-            error.__cause__ = err
-            return ticket, m.Failed(self._worker, ticket, error)
 
     def _command(self, frame: bytes) -> m.Command:
         if frame[:1] == _C:
@@ -121,20 +121,24 @@ def head_of(frame: bytes) -> tuple[int, int]:
 
 
 BEAT, STOP, KEY, WEIGHTS, LEAVE = b"H", b"S", b"K", b"W", b"L"
-_LENGTH = struct.Struct("=i")
 
 
 def key_frame(key: str, value: bytes) -> bytes:
     """Return the frame that tells ``value``."""
-    name = key.encode()
-    return KEY + _LENGTH.pack(len(name)) + name + value
+    return KEY + pickle.dumps((key, value))
 
 
 def read_key(frame: bytes) -> tuple[str, bytes]:
     """Return key and value."""
-    (length,) = _LENGTH.unpack_from(frame, 1)
-    start = 1 + _LENGTH.size
-    return frame[start : start + length].decode(), frame[start + length :]
+    told: tuple[str, bytes] = pickle.loads(frame[1:])
+    return told
+
+
+def _failed(worker: int, ticket: int, cause: Exception, problem: str, advice: str) -> m.Failed:
+    """Return the reply in place of a message that cannot be written or read."""
+    error = GleanError(f"{problem} ({type(cause).__name__}: {error_text(cause)}); {advice}")
+    error.__cause__ = cause
+    return m.Failed(worker, ticket, error)
 
 
 def frame_of(reply: m.Reply) -> bytes:
@@ -145,11 +149,9 @@ def frame_of(reply: m.Reply) -> bytes:
     try:
         return _write_reply(reply)
     except Exception as err:  # whatever the user's objects do when pickled
-        error = GleanError(
-            f"the answer cannot be sent to the learner's process ({type(err).__name__}: "
-            f"{error_text(err)}); ask for an attribute that can be pickled"
-        )
-        return frame_of(m.Failed(reply.worker, reply.ticket, error))
+        problem = "the answer cannot be sent to the learner's process"
+        advice = "ask for an attribute that can be pickled"
+        return frame_of(_failed(reply.worker, reply.ticket, err, problem, advice))
 
 
 def _read_reply(frame: bytes) -> m.Reply:
@@ -169,19 +171,21 @@ def reply_in(frame: bytes) -> m.Reply:
     try:
         reply = _read_reply(frame)
     except Exception as err:  # whatever the user's objects do when unpickled
-        error = GleanError(
-            f"the answer of worker {worker} cannot be loaded here ({type(err).__name__}: "
-            f"{error_text(err)}); ask for an attribute that can be unpickled in the learner's "
-            "process"
-        )
-        error.__cause__ = err
-        return m.Failed(worker, ticket, error)
+        problem = f"the answer of worker {worker} cannot be loaded here"
+        advice = "ask for an attribute that can be unpickled in the learner's process"
+        return _failed(worker, ticket, err, problem, advice)
     if isinstance(reply, m.Failed):
         return m.Failed(worker, ticket, raised(worker, reply.error))  # type: ignore[arg-type]
     return reply
 
 
-_HEADER = struct.Struct("=Q")
+_LENGTH = struct.Struct("<I")
+_NUMBERED = struct.Struct("<QI")
+_TAG = 16
+_RECORD = 1 << 20
+"""Largest part of a frame in one record, in bytes."""
+_MORE = 1 << 31
+"""Added to the length of a record that does not end its frame."""
 _CHUNK = 1 << 18
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -195,10 +199,35 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-class Channel:
-    """One end of a stream socket that carries length-prefixed frames. Owns the socket."""
+class ForgedFrameError(ConnectionError):
+    """Something came on a connection that its other end has not sent, or not at this place."""
 
-    def __init__(self, sock: socket.socket) -> None:
+
+class _Seal:
+    """Makes the tags of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = blake2b(key=key, digest_size=_TAG)
+        self._number = 0
+
+    def tag(self, length: int, part: bytes | memoryview) -> bytes:
+        """Return the tag of the next record."""
+        digest = self._keyed.copy()
+        digest.update(_NUMBERED.pack(self._number, length))
+        digest.update(part)
+        self._number += 1
+        return digest.digest()
+
+
+class Channel:
+    """One end of a stream socket that carries frames. Owns the socket.
+
+    A frame travels as records: length, tag, bytes. Records on this machine have no tag. The tags of
+    a connection that leaves it authenticate every record and its place among all.
+    """
+
+    def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes] | None = None) -> None:
+        """Take over ``sock``; ``keys`` authenticate what this end sends and what it receives."""
         sock.setblocking(False)
         self._socket = sock
         _open.add(self)
@@ -207,6 +236,13 @@ class Channel:
         self._writable.register(sock, select.POLLOUT)
         self._out: deque[memoryview] = deque()
         self._in = bytearray()
+        self._parts: list[bytes] = []
+        """Of a frame that has not come whole."""
+        self._sends = _Seal(keys[0]) if keys else None
+        self._receives = _Seal(keys[1]) if keys else None
+        self._start = _LENGTH.size + (_TAG if keys else 0)
+        """Bytes of a record before those of its frame."""
+        self._forged = False
 
     def fileno(self) -> int:
         """Return the descriptor, -1 once closed."""
@@ -223,12 +259,21 @@ class Channel:
         Raises:
             ConnectionError: the other side is gone.
         """
-        self._out.extend(self._packed(frame))
+        size = len(frame)
+        if size <= _RECORD:
+            self._out.append(memoryview(self._head(size, frame) + frame))
+        else:
+            whole = memoryview(frame)
+            for start in range(0, size, _RECORD):
+                part = whole[start : start + _RECORD]
+                length = len(part) + (_MORE if start + _RECORD < size else 0)
+                self._out += memoryview(self._head(length, part)), part
         self.flush()
 
-    def _packed(self, frame: bytes) -> Iterable[memoryview]:
-        """Return ``frame`` as it travels."""
-        return (memoryview(_HEADER.pack(len(frame)) + frame),)
+    def _head(self, length: int, part: bytes | memoryview) -> bytes:
+        """Return what comes before the bytes of a record."""
+        tag = b"" if self._sends is None else self._sends.tag(length, part)
+        return _LENGTH.pack(length) + tag
 
     def flush(self) -> None:
         """Send what waits, as far as it is taken.
@@ -263,39 +308,65 @@ class Channel:
 
         Raises:
             EOFError: the other side is gone and every frame it sent was returned.
+            ForgedFrameError: the next thing that came is not from the other side.
         """
-        ended = False
         frames: list[bytes] = []
-        while True:
+        while not self._forged:
             try:
                 chunk = self._socket.recv(_CHUNK)
             except BlockingIOError:
-                break
+                return frames
             except ConnectionError:
                 chunk = b""
             if not chunk:
-                ended = True
                 break
             self._in += chunk
             frames += self._cut()
-            if len(chunk) < _CHUNK:
-                break
-        if ended and not frames:
-            raise EOFError("the other side is gone")
-        return frames
+            if len(chunk) < _CHUNK and not self._forged:
+                return frames
+        if frames:
+            return frames
+        if self._forged:
+            raise ForgedFrameError(
+                "a message on the connection was not authentic: something between the two hosts "
+                "changes, repeats or adds to what they send"
+            )
+        raise EOFError("the other side is gone")
 
     def _cut(self) -> list[bytes]:
         """Take the whole frames out of what has come."""
-        frames, start, size = [], 0, _HEADER.size
-        while len(self._in) - start >= size:
-            (length,) = _HEADER.unpack_from(self._in, start)
-            if len(self._in) - start - size < length:
+        frames: list[bytes] = []
+        start = 0
+        while len(self._in) - start >= self._start:
+            (length,) = _LENGTH.unpack_from(self._in, start)
+            size = length & ~_MORE
+            end = start + self._start + size
+            if size <= _RECORD and end > len(self._in):
                 break
-            frames.append(bytes(self._in[start + size : start + size + length]))
-            start += size + length
+            part = bytes(self._in[start + self._start : end])
+            if self._receives is not None and not self._authentic(start, length, part):
+                self._forged = True
+                self.hang_up()
+                break
+            start = end
+            if length & _MORE:
+                self._parts.append(part)
+            elif self._parts:
+                frames.append(b"".join((*self._parts, part)))
+                self._parts.clear()
+            else:
+                frames.append(part)
         if start:
             del self._in[:start]
         return frames
+
+    def _authentic(self, start: int, length: int, part: bytes) -> bool:
+        """Tell whether the other end has sent the record at ``start``, as the next one."""
+        assert self._receives is not None
+        if length & ~_MORE > _RECORD:
+            return False
+        tag = bytes(self._in[start + _LENGTH.size : start + self._start])
+        return hmac.compare_digest(tag, self._receives.tag(length, part))
 
     def wait(self) -> list[bytes]:
         """Wait for at least one whole frame and return what has come.
@@ -312,110 +383,27 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def keep_alive(self, timeout_s: float) -> None:
+        """Have the kernel end a connection over TCP when the other host is gone.
+
+        Raises:
+            OSError: it has ended.
+        """
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            every = int(min(max(1.0, timeout_s / 4), 32767))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self.set_patience(timeout_s)
+
     def set_patience(self, timeout_s: float) -> None:
         """Set how long the other side may leave data on TCP unread; 0 means for ever."""
-        if sys.platform == "linux" and self._socket.family != socket.AF_UNIX:
+        if sys.platform == "linux":
             longest = int(min(1000 * timeout_s, 2**31 - 1))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
 
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
-
-
-_RECORD_LENGTH = struct.Struct("<I")
-_NUMBERED = struct.Struct("<QI")
-_TAG = 16
-_START = _RECORD_LENGTH.size + _TAG
-_RECORD = 1 << 20
-"""Largest part of a frame in one record, in bytes."""
-_MORE = 1 << 31
-"""Added to the length of a record that does not end its frame."""
-
-
-class ForgedFrameError(ConnectionError):
-    """Something came on a connection that its other end has not sent, or not at this place."""
-
-
-class _Seal:
-    """Makes the tags of one direction."""
-
-    def __init__(self, key: bytes) -> None:
-        self._keyed = blake2b(key=key, digest_size=_TAG)
-        self._number = 0
-
-    def tag(self, length: int, part: bytes | memoryview) -> bytes:
-        """Return the tag of the next record."""
-        digest = self._keyed.copy()
-        digest.update(_NUMBERED.pack(self._number, length))
-        digest.update(part)
-        self._number += 1
-        return digest.digest()
-
-
-class SealedChannel(Channel):
-    """A `Channel` whose frames are authenticated, for connections that leave this machine."""
-
-    def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
-        super().__init__(sock)
-        self._sends, self._receives = _Seal(sends), _Seal(receives)
-        self._parts: list[bytes] = []
-        """Of a frame that has not come whole."""
-        self._forged = False
-
-    def _packed(self, frame: bytes) -> Iterator[memoryview]:
-        if len(frame) <= _RECORD:
-            length = len(frame)
-            yield memoryview(_RECORD_LENGTH.pack(length) + self._sends.tag(length, frame) + frame)
-            return
-        whole = memoryview(frame)
-        for start in range(0, len(frame), _RECORD):
-            part = whole[start : start + _RECORD]
-            length = len(part) + (_MORE if start + _RECORD < len(frame) else 0)
-            yield memoryview(_RECORD_LENGTH.pack(length) + self._sends.tag(length, part))
-            yield part
-
-    def read(self) -> list[bytes]:
-        """Return the whole frames that have come, without waiting.
-
-        Raises:
-            EOFError: the other side is gone and every frame it sent was returned.
-            ForgedFrameError: the next thing that came is not from the other side.
-        """
-        if self._forged:
-            self._refuse()
-        frames = super().read()
-        if self._forged and not frames:
-            self._refuse()
-        return frames
-
-    def _refuse(self) -> NoReturn:
-        raise ForgedFrameError(
-            "a message on the connection was not authentic: something between the two hosts "
-            "changes, repeats or adds to what they send"
-        )
-
-    def _cut(self) -> list[bytes]:
-        frames: list[bytes] = []
-        start = 0
-        while len(self._in) - start >= _START:
-            (length,) = _RECORD_LENGTH.unpack_from(self._in, start)
-            size = length & ~_MORE
-            end = start + _START + size
-            if size <= _RECORD and end > len(self._in):
-                break
-            tag = bytes(self._in[start + _RECORD_LENGTH.size : start + _START])
-            part = bytes(self._in[start + _START : end])
-            if size > _RECORD or not hmac.compare_digest(tag, self._receives.tag(length, part)):
-                self._forged = True
-                self._in.clear()
-                self.hang_up()
-                return frames
-            start = end
-            self._parts.append(part)
-            if length < _MORE:
-                frames.append(part if len(self._parts) == 1 else b"".join(self._parts))
-                self._parts.clear()
-        if start:
-            del self._in[:start]
-        return frames

@@ -287,9 +287,12 @@ def main(fd: int, owner: int = -1) -> None:
     code = 1
     try:
         preload(_import_pandas)  # once, for all workers
-        from gleanrl.transport import node, worker_loop
+        from gleanrl.transport import node_endpoint, worker_loop
 
-        works: Mapping[bytes, Callable[..., None]] = {WORKER: worker_loop.main, NODE: node.main}
+        works: Mapping[bytes, Callable[..., None]] = {
+            WORKER: worker_loop.main,
+            NODE: node_endpoint.main,
+        }
         _Zygote(socket.socket(fileno=fd), owner, works).run()
         code = 0
     except BaseException:

@@ -14,7 +14,7 @@ from gleanrl.collectors.worker_plan import deal, env_functions_of
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
-from gleanrl.transport.ray import RayActors, check_options, require_ray, session
+from gleanrl.transport.ray_nodes import RayActors, check_options, require_ray, session
 
 
 class RayCollector(CollectorWithWorkers):

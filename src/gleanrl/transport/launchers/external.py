@@ -24,7 +24,7 @@ from gleanrl.core.errors import CollectorTimeout, ConfigError
 from gleanrl.transport.handshake import SECRET, Invitation, secret_from
 from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.launchers.submitit import private_folder
-from gleanrl.transport.node import run_node
+from gleanrl.transport.node_endpoint import run_node
 
 _FOLDER = "~/.cache/gleanrl"
 

@@ -32,7 +32,7 @@ from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
 from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.launchers.local import LOOPBACK, outward
-from gleanrl.transport.node import run_node
+from gleanrl.transport.node_endpoint import run_node
 from gleanrl.transport.process_group import KINDS
 
 FOLDER = "gleanrl_jobs"
@@ -64,14 +64,13 @@ _MEANINGS = {
 class Jobs:
     """Some jobs that get the same resources; logs lie in a folder that only the user reads."""
 
-    def __init__(self, conf: Mapping[str, Any] | None, what: str, *, inline: bool = False) -> None:
+    def __init__(self, conf: Mapping[str, Any] | None, what: str) -> None:
         """Read ``conf``; nothing is submitted yet.
 
         Args:
             conf: Parameters of `submitit.AutoExecutor`, over `JOB_DEFAULTS`; besides
                 ``cluster`` (``"slurm"``, ``"local"``, by default what is there) and ``folder``.
             what: The argument that they come from, for messages.
-            inline: Whether ``cluster="debug"`` can be meant.
 
         Raises:
             ConfigError: submitit is not installed, or something in ``conf`` cannot be.
@@ -82,7 +81,7 @@ class Jobs:
         self._parent = Path(self._conf.pop("folder", None) or FOLDER).expanduser().absolute()
         given = self._conf.pop("cluster", None)
         self.cluster: str = given or self._submitit.AutoExecutor.which()
-        if self.cluster == "debug" and not inline:
+        if self.cluster == "debug":
             raise ConfigError(
                 f"{what}['cluster'] is 'debug', which runs jobs in this very process, one after "
                 "another; a node runs beside its learner: use 'local' for processes of this "
@@ -104,7 +103,7 @@ class Jobs:
     @property
     def here(self) -> bool:
         """Whether they run on this machine."""
-        return self.cluster in ("local", "debug")
+        return bool(self.cluster == "local")
 
     def open(self) -> Path:
         """Make and return their folder, which only the user can look into.
@@ -171,7 +170,7 @@ class Jobs:
 
     def _how(self, job: Any) -> str:
         name = f"({self.cluster} job {job.job_id}, log {job.paths.stderr})"
-        if self._has_result(job):
+        if _has_result(job):
             error = job.exception()
             return f"{name} came to its end" if error is None else f"{name} failed: {_gist(error)}"
         state = job.state.split()[0] if job.state else "UNKNOWN"
@@ -180,24 +179,19 @@ class Jobs:
         tail = _last_line(job.paths.stderr)
         return f"{name} {told}" + (f"; the last line of its log is {tail!r}" if tail else "")
 
-    def succeeded(self, index: int) -> bool:
-        """Whether the function of a job that has ended returned."""
-        return self._has_result(self._jobs[index]) and self.error(index) is None
+    def result(self, index: int, what: str) -> Any:
+        """Wait for the end of job ``index``, named ``what``; return what its function returned.
 
-    def error(self, index: int) -> Exception | None:
-        """Return what the function of a job that has ended raised, with its traceback there."""
+        Raises:
+            WorkerDied: its function raised, or the job ended otherwise.
+        """
+        while (reason := self.outcome(index, _PAUSE_S)) is None:
+            pass
         job = self._jobs[index]
-        error: Exception | None = job.exception() if self._has_result(job) else None
-        return error
-
-    def result(self, index: int) -> Any:
-        """Return what the function of a job returned."""
-        return self._jobs[index].result()
-
-    def _has_result(self, job: Any) -> bool:
-        # Otherwise submitit would wait for it.
-        found: bool = self.cluster == "debug" or _is_there(job.paths.result_pickle)
-        return found
+        error = job.exception() if _has_result(job) else None
+        if error is not None or not _has_result(job):
+            raise WorkerDied(f"{what} {reason}") from error
+        return job.result()
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -208,7 +202,7 @@ class Jobs:
         """
         self._wait_for_end(timeout)
         for job in self._jobs:
-            if not self._is_over(job) and not _is_there(job.paths.result_pickle):
+            if not self._is_over(job) and not _has_result(job):
                 with contextlib.suppress(Exception):  # not found, or ended meanwhile
                     job.cancel(check=False)
         if self.here:
@@ -226,15 +220,14 @@ class Jobs:
         """Whether a job is known to have ended; asks no scheduler."""
         if self.here:
             return bool(job.done())
-        finished = _is_there(job.paths.result_pickle)
-        return finished or bool(job.watcher.is_done(job.job_id, mode="cache"))
+        return _has_result(job) or bool(job.watcher.is_done(job.job_id, mode="cache"))
 
 
-def _is_there(path: Path) -> bool:
-    """Tell whether ``path`` exists; a stale handle of a network's file system says it does not."""
+def _has_result(job: Any) -> bool:
+    """Tell whether submitit need not wait for the result of ``job``."""
     try:
-        return path.exists()
-    except OSError:
+        return bool(job.paths.result_pickle.exists())
+    except OSError:  # a stale handle of a network's file system
         return False
 
 
@@ -301,7 +294,7 @@ class SubmititLauncher:
         return LOOPBACK if self._jobs.here else outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
-        first = self._jobs.submit([functools.partial(_serve, each) for each in invitations])
+        first = self._jobs.submit([functools.partial(_serve_in_job, each) for each in invitations])
         self._latest.update({each.node: first + n for n, each in enumerate(invitations)})
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
@@ -312,12 +305,7 @@ class SubmititLauncher:
         self._jobs.stop(timeout)
 
 
-def _serve(invitation: Invitation) -> None:
-    serve_in_job(invitation)
-    end_soon()
-
-
-def serve_in_job(invitation: Invitation) -> None:
+def _serve_in_job(invitation: Invitation) -> None:
     """Be a node; runs in a job.
 
     Raises:
@@ -331,19 +319,15 @@ def serve_in_job(invitation: Invitation) -> None:
         signal.signal(number, signal.SIG_DFL)
     label = f"{environment.name()} job {environment.job_id}: a time limit, a preemption or scancel"
     run_node(invitation, signals, label)
-
-
-def end_soon() -> None:
-    """Have this process end though threads of the user's would keep it: its job would go on."""
+    # Threads of the user's would keep this process, and with it the job.
     end = threading.Timer(_LAST_WORD_S, os._exit, [0])
     end.daemon = True
     end.start()
 
 
 _INVITATIONS = "invitations.json"
-_LOOK_S, _LAZY_LOOK_S = 0.1, 1.0
-"""Seconds between two looks into the folder: at first, and after `_SOON_S`."""
-_SOON_S = 30.0
+_LOOK_S = 0.5
+"""Seconds between two looks into the folder."""
 
 
 def write_invitations(folder: Path, invitations: Sequence[Invitation]) -> None:
@@ -361,7 +345,7 @@ def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | No
     Raises:
         CollectorTimeout: the main job wrote none within ``timeout`` seconds.
     """
-    start = time.monotonic()
+    deadline = Deadline(timeout)
     while True:
         # A file system on a network may show an old folder, until it is listed, or half a file.
         with contextlib.suppress(OSError, ValueError):
@@ -371,14 +355,13 @@ def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | No
                 return None
             own = invitations[node]
             return Invitation(**{**own, "secret": own["secret"].encode()})
-        waited = time.monotonic() - start
-        if waited > timeout:
+        if deadline.expired:
             raise CollectorTimeout(
                 f"node {node} found no learner in {folder} within {timeout:g} s: the main job has "
                 "built no collector with launcher='submitit_delayed'; its log tells more, and "
                 "start_timeout= of submitit_delayed_launcher gives it longer"
             )
-        time.sleep(_LOOK_S if waited < _SOON_S else _LAZY_LOOK_S)
+        time.sleep(_LOOK_S)
 
 
 @dataclass(slots=True)
@@ -488,7 +471,7 @@ class submitit_delayed_launcher:  # the name that users know
 
     def _jobs(self) -> tuple[Jobs, Jobs]:
         nodes = Jobs(self._nodes, "submitit_collection_conf")
-        return Jobs(self._main, "submitit_main_conf", inline=True), nodes
+        return Jobs(self._main, "submitit_main_conf"), nodes
 
     def __call__(self, main: Callable[[], R]) -> Callable[[], R]:
         """Return what submits ``main`` and its nodes."""
@@ -510,16 +493,12 @@ class submitit_delayed_launcher:  # the name that users know
         try:
             job.submit([start])
             nodes.submit([functools.partial(serve, node) for node in range(count)])
-            while (reason := job.outcome(0, _PAUSE_S)) is None:
-                pass
-            if not job.succeeded(0):
-                raise WorkerDied(f"the main job {reason}") from job.error(0)
+            result: R = job.result(0, "the main job")
             grace = _END_GRACE_S
         finally:
             job.stop(grace)
             nodes.stop(grace)
             (folder / _INVITATIONS).unlink(missing_ok=True)
-        result: R = job.result(0)
         return result
 
 
@@ -543,5 +522,4 @@ def _wait_to_serve(folder: Path, timeout: float, node: int) -> None:
     """Be a node of the collector that the main job builds."""
     invitation = await_invitation(folder, node, timeout)
     if invitation is not None:
-        serve_in_job(invitation)
-    end_soon()
+        _serve_in_job(invitation)

@@ -19,7 +19,7 @@ from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
 from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, RolloutBlock, Transfer
-from gleanrl.transport.handshake import HandshakeError, Invitation, join, keep_alive
+from gleanrl.transport.handshake import HandshakeError, Invitation, join
 from gleanrl.transport.wire import (
     BEAT,
     KEY,
@@ -29,7 +29,6 @@ from gleanrl.transport.wire import (
     Channel,
     CommandReader,
     ForgedFrameError,
-    SealedChannel,
     frame_of,
     key_frame,
     read_key,
@@ -291,10 +290,9 @@ def run_node(
         SystemExit: one of ``signals`` came.
     """
     sock, keys, timeout_s = join(invitation, invitation.timeout_s)
-    keep_alive(sock, timeout_s)
     here = str(sock.getsockname()[0])
-    channel = SealedChannel(sock, sends=keys.node, receives=keys.learner)
-    channel.set_patience(timeout_s)
+    channel = Channel(sock, keys)
+    channel.keep_alive(timeout_s)
     try:
         first, *others = channel.wait()
     except EOFError:
