@@ -26,6 +26,7 @@ from gleanrl.core.errors import (
 from gleanrl.core.keys import NEXT, Key
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.session import Session, Ticket
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.parallel_worker import (
     COMMAND,
@@ -198,7 +199,7 @@ class ParallelEnv(RowEnv):
         self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
-        super().__init__(device=device)
+        EnvBase.__init__(self, device=device)
         self._engine: Session | None = None
 
     # -- start and end ---------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class ParallelEnv(RowEnv):
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
         self._exchange = Exchange(engine, found)
-        views, self._groups = self._exchange.views, first.layout.groups
+        views, self.groups = self._exchange.views, first.layout.groups
         self._after = {key[1:]: view for key, view in views.items() if key[0] == NEXT}
         self._root = {key: view for key, view in views.items() if (NEXT, *key) in views}
 
@@ -325,18 +326,12 @@ class ParallelEnv(RowEnv):
             self._exchange.write(data)
             self._exchange.carry_out(command, self._timeout)
 
-    def _restart(
-        self, data: TensorDictBase | None, chosen: torch.Tensor | None, options: Mapping[str, Any]
-    ) -> None:
-        masks: dict[Key, torch.Tensor] = {}
-        if data is not None and chosen is not None:
-            found = {key: data.get(key, None) for key in self._env_specs.ends.reset_keys}
-            masks = {key: mask.cpu() for key, mask in found.items() if mask is not None}
+    def _restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         with self._workers() as engine:
             calls: dict[int, m.Command] = {}
             for worker, part in enumerate(self._parts):
-                if chosen is None or chosen[part].any():
-                    own = {key: mask[part] for key, mask in masks.items()}
+                own = {key: mask[part] for key, mask in masks.items()}
+                if not masks or any(bool(mask.any()) for mask in own.values()):
                     calls[worker] = m.Call("restart", (own, options))
             engine.request_each(calls, self._timeout)
 

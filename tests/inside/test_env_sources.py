@@ -7,22 +7,18 @@ import rig
 from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
-from gleanrl.envs.serial import gym_source
+from gleanrl.envs.serial import rows_of
 from gleanrl.envs.tensordict import is_tensordict_env, needs_carrier
 
 
 def test_the_collector_can_take_out_what_is_inside():
     inner = rig.Count()
-    source = gym_source(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
-    assert source.envs == (inner,)
-    options = source.options
-    assert (source.batch_shape, options.categorical_action_encoding, options.info_keys) == (
-        (),
-        False,
-        ["count"],
-    )
-    assert gym_source(GymEnv(rig.Count, num_envs=2)).batch_shape == (2,)
-    assert gym_source(GymEnv(rig.Count, device="meta")) is None
+    rows = rows_of(GymEnv(inner, info_keys=["count"], categorical_action_encoding=False))
+    assert rows.envs == [inner]
+    assert (rows.layout.batch_shape, rows.layout.infos) == ((), [("count",)])
+    assert rows.layout.actions[0].shape == (2,)
+    assert rows_of(GymEnv(rig.Count, num_envs=2)).layout.batch_shape == (2,)
+    assert rows_of(GymEnv(rig.Count, device="meta")) is None
 
 
 def test_our_environments_are_recognised():
@@ -42,9 +38,9 @@ def test_looking_at_a_parallel_environment_does_not_start_it():
 
 def test_batches_of_batches_are_taken_apart_and_torchrls_environments_are_not():
     env = SerialEnv(2, lambda: GymEnv(rig.Count, num_envs=3))
-    assert gym_source(env).batch_shape == (2, 3)
-    assert len(gym_source(env).envs) == 6
-    assert gym_source(SerialEnv(2, CountingEnv)) is None
+    assert rows_of(env).layout.batch_shape == (2, 3)
+    assert len(rows_of(env).envs) == 6
+    assert rows_of(SerialEnv(2, CountingEnv)) is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from gleanrl import (
 )
 from gleanrl.cli.main import main
 from gleanrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
-from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
+from gleanrl.envs import MarlGroupMapType, PettingZooEnv, PettingZooWrapper, SerialEnv
 
 SEED = 7
 
@@ -109,7 +109,6 @@ def test_workers_make_the_environment_and_keep_nested_batch_sizes():
 
 def test_environments_in_processes_are_those_of_one_process():
     from gleanrl.envs import ParallelEnv as Processes
-    from gleanrl.envs import SerialEnv
 
     found = []
     for kind in (Processes, SerialEnv):
@@ -430,6 +429,57 @@ def test_turns_and_returns_are_those_of_a_loop_turn_by_turn(make, action_at):
         assert data["next", agent, "done"][-1].all()
         assert not data["next", agent, "mask"][-1].any()
     assert data["next", "done"].flatten().tolist() == [False] * (len(order) - 1) + [True]
+
+
+def probing(td):
+    """Act by what the agents see and by which of them have ended; write something in the group."""
+    for group in ("a", "agent", "p_0", "p_1", "p_2"):
+        part = td.get(group, None)
+        if part is None:
+            continue
+        allowed = part.get("action_mask", torch.ones(*part.shape, 5)).float()
+        part.set("action", (allowed * torch.arange(1, allowed.shape[-1] + 1)).argmax(-1))
+        part.set("seen", part["observation"].double().sum(-1) + part["done"][..., 0])
+    return td
+
+
+ROWS = [
+    (make_spread, None, {}),
+    (make_spread, argmax_policy, {"set_truncated": True, "max_frames_per_traj": 4}),
+    (make_spread, lambda: probing, {"num_envs": 2, "max_frames_per_traj": 4}),
+    (partial(PettingZooEnv, make_spread, return_state=True), argmax_policy, {"num_envs": 2}),
+    (partial(PettingZooEnv, Leaving, done_on_any=False), None, {"num_envs": 2}),
+    (partial(PettingZooEnv, Leaving, done_on_any=False), None, {"max_frames_per_traj": 2}),
+    (partial(PettingZooEnv, Leaving, done_on_any=False), lambda: probing, {"num_envs": 2}),
+    (Unlike, None, {"num_envs": 3}),
+    (lambda: SerialEnv(2, lambda: SerialEnv(1, Unlike)), None, {}),
+    (Paying, None, {"num_envs": 2, "max_frames_per_traj": 7, "set_truncated": True}),
+    (Paying, lambda: probing, {"compact_obs": True}),
+]
+
+
+@pytest.mark.parametrize(("make", "policy", "options"), ROWS)
+def test_rows_hold_what_the_methods_on_tensordicts_give(make, policy, options):
+    found = []
+    for fast in (True, False):
+        torch.manual_seed(3)
+        acts = None if policy is None else policy()
+        collector = Collector(
+            make, acts, frames_per_batch=30, total_frames=120, fast=fast, **options
+        )
+        assert ("loop: rows" in collector.explain()) is fast
+        collector.set_seed(SEED)
+        found.append(list(collector))
+    assert len(found[0]) == 4
+    for rows, plain in zip(*found, strict=True):
+        assert {*rows.keys(True, True)} == {*plain.keys(True, True)}
+        for key, value in rows.items(True):
+            other = plain[key]
+            same = value.batch_size == other.batch_size if hasattr(value, "batch_size") else True
+            assert same, key
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other.dtype, key
+                assert torch.equal(value, other), key
 
 
 def test_turn_based_environments_are_collected_with_allowed_random_actions():

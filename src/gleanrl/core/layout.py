@@ -99,7 +99,9 @@ class EnvLayout:
     """Written under ``"next"`` only."""
     dones: tuple[DoneGroup, ...] = field(default=(DoneGroup(()),))
     infos: Collection[Key] = ()
-    """Those of ``observations`` that are requested info entries."""
+    """Those of ``observations`` that a policy gets only if it names them: ``info`` entries."""
+    groups: tuple[Group, ...] = ()
+    """Nested parts with a batch size of their own, at the root and under ``"next"``."""
 
     @property
     def num_envs(self) -> int:

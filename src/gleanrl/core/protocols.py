@@ -47,6 +47,8 @@ class EnvBatch(Protocol):
     """``P`` environments that step at once: the common part of the two kinds below."""
 
     layout: EnvLayout
+    observation_specs: Mapping[Key, Spec]
+    """Per observation key, the set of one environment's values."""
     action_specs: Mapping[Key, Spec]
     """Per action key, the set one environment's action may be drawn from."""
     can_cut: bool
@@ -87,12 +89,12 @@ class Env(EnvBatch, Protocol):
     written under ``"next"``.
     """
 
-    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         """Take one step with the actions in row ``t``.
 
         Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
         are truncated at this step if they do not end by themselves. Returns the indices of all that
-        ended and were reset; an empty sequence almost always.
+        ended and were reset (unless ``resets`` is false); an empty sequence almost always.
         """
 
 

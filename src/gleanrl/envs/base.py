@@ -192,6 +192,13 @@ class EnvBase(nn.Module, abc.ABC):
             self._known = EnvSpecs(**specs, ends=ends, batch_size=batch, device=self._device)
         return self._known
 
+    def is_face(self) -> bool:
+        """Tell whether this only shows rows as TensorDicts, by methods that nobody replaced.
+
+        A collector steps such rows directly. Internal to the package.
+        """
+        return False
+
     # -- for subclasses --------------------------------------------------------------------------
 
     @abc.abstractmethod

@@ -16,7 +16,6 @@ from torch import nn
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError, did_you_mean
 from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
-from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env
 
@@ -216,26 +215,3 @@ def _import_plugin(name: str) -> None:
     if module is None or name in gym.registry or importlib.util.find_spec(module) is None:
         return
     gym.register_envs(importlib.import_module(module))
-
-
-_CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
-
-
-def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Remove the two wrappers that only check the calls of an environment.
-
-    They cost a tenth of a cheap step. This library resets before it steps, and checks itself what
-    comes back. All other wrappers stay, and so does an environment that the user made and kept.
-    """
-    while _only_checks(env):
-        env = env.env  # type: ignore[attr-defined]  # both are wrappers
-    outer = env
-    while isinstance(outer, gym.Wrapper):
-        while _only_checks(outer.env):
-            outer.env = outer.env.env  # type: ignore[attr-defined]
-        outer = outer.env
-    return env
-
-
-def _only_checks(env: gym.Env[Any, Any]) -> bool:
-    return type(env) in _CALL_CHECKS and is_stock(env)

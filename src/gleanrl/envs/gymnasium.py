@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -19,10 +18,11 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
-from gleanrl.envs.base import close_all
+from gleanrl.envs.base import EnvBase, close_all
+from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
-from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
-from gleanrl.envs.stock import is_stock
+from gleanrl.envs.specs import Unbounded
+from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.validation import (
     check_flag,
     check_reset,
@@ -32,30 +32,14 @@ from gleanrl.envs.validation import (
 )
 from gleanrl.envs.writers import FieldWriter, InfoWriter, LeafWriter, info_fields
 
-FLAGS = (DONE, TERMINATED, TRUNCATED)
-"""The end flags of a Gymnasium environment."""
+_FLAGS = (TERMINATED, TRUNCATED, DONE)
 _NOTHING: tuple[int, ...] = ()
 _EMPTY: frozenset[Any] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class GymSource:
-    """Gymnasium environments of one kind, to be stepped as one batch."""
+class WindowEnv(EnvRows):
+    """The common part of single and of vectorised Gymnasium environments: fields and actions."""
 
-    envs: tuple[gym.Env[Any, Any], ...]
-    """Built."""
-    batch_shape: tuple[int, ...]
-    """``()`` for a single environment, else ``(P,)`` or nested batches of ``P`` altogether."""
-    options: GymOptions
-    seeds: tuple[int | None, ...] = ()
-    """The seed of each environment's next reset."""
-
-
-class WindowEnv:
-    """The common part of adapters of single and of vectorised environments: fields and actions."""
-
-    can_cut = True
-    reset_s = 0.0
     _leaf_writer = LeafWriter
     _info_writer = InfoWriter
     _batched = False
@@ -80,31 +64,36 @@ class WindowEnv:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
                 cannot be.
         """
-        self._leaves = observation_leaves(observed)
-        fields = [leaf_field(leaf, options.observation_dtype) for leaf in self._leaves]
+        self.options = options
+        leaves = observation_leaves(observed)
+        fields = [leaf_field(leaf, options.observation_dtype) for leaf in leaves]
         infos = info_fields(options.info_keys, fields)
         casts = options.observation_dtype is not None
         info_writers = [self._info_writer(name, field) for name, field in infos.items()]
         leaf_writers = [
             self._leaf_writer(leaf, field, casts)
-            for leaf, field in zip(self._leaves, fields, strict=True)
+            for leaf, field in zip(leaves, fields, strict=True)
         ]
         self._writers: list[FieldWriter] = [*leaf_writers, *info_writers]
         self._unsettled = info_writers
+        shown = [*fields, *infos.values()]
+        specs: dict[Key, Spec] = {f.key: Unbounded(f.shape, dtype=f.dtype) for f in shown}
+        declared = ((leaf.key, space_spec(leaf.space)) for leaf in leaves)
+        specs |= {key: spec for key, spec in declared if spec.dtype == specs[key].dtype}
+        self.observation_specs = specs
         envs = math.prod(batch_shape)
         self._actions = Actions(acted, envs, options.categorical_action_encoding, self._batched)
-        self.action_specs: Mapping[Key, Spec] = self._actions.specs
+        self.action_specs = self._actions.specs
         self.layout = EnvLayout(
             batch_shape=batch_shape,
-            observations=(*fields, *infos.values()),
+            observations=tuple(shown),
             actions=self._actions.fields,
             rewards=(Field(REWARD, (1,), torch.float32),),
             infos=[field.key for field in infos.values()],
         )
-        self._window: Window
 
     def begin(self, window: Window, carry: Window) -> None:
-        self._window = window
+        super().begin(window, carry)
         for writer in self._writers:
             writer.begin(window, carry)
         self._actions.begin(window)
@@ -115,98 +104,94 @@ class WindowEnv:
             writer.settle()
         self._unsettled = []
 
-    def state(self) -> dict[str, Any]:
-        return {}  # Gymnasium environments have no state to read
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        if state and strict:
-            raise ConfigError(f"Gymnasium environments take no state, got {sorted(state)}")
-
 
 class GymnasiumEnv(WindowEnv):
-    """``P`` single environments of one kind.
+    """``P`` single environments of one kind; each is stepped once per step.
 
-    As an `Env` each is stepped once per step; an environment that ends is reset in the same step,
-    after the final observations of all of them were copied (an environment may reuse its
-    observation buffer). `GymEnv` and the workers of `ParallelEnv` use `bind` and `advance` instead,
-    which reset nothing.
+    An environment that ends is reset in the same step, after the final observations of all of them
+    were copied (an environment may reuse its observation buffer).
     """
 
-    def __init__(self, source: GymSource, *, inner: Any = None, around: Sequence[Any] = ()) -> None:
-        """Take over the environments of ``source``.
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        batch_shape: tuple[int, ...],
+        options: GymOptions,
+        *,
+        seeds: Sequence[int | None] = (),
+        face: EnvBase | None = None,
+    ) -> None:
+        """Take over ``envs``.
 
         Args:
-            source: Environments that were built; the spaces of the first are read.
-            inner: What the user gave; the environments themselves by default.
-            around: What they were taken out of: no method of theirs may be replaced later on.
+            envs: Environments that were built; the spaces of the first are read.
+            batch_shape: ``()`` for a single one, else ``(P,)`` or nested batches of ``P``.
+            options: How data are stored.
+            seeds: The seed of each environment's next reset.
+            face: The user's environment, if these were taken out of it.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
                 cannot be.
         """
-        self._envs = list(source.envs)
-        first = self._envs[0]
-        super().__init__(
-            first.observation_space, first.action_space, source.batch_shape, source.options
-        )
-        self._source = source
-        own = list(source.envs) if source.batch_shape else first
-        self.inner: Any = own if inner is None else inner
-        self._around = tuple(around)
-        self._calls = _StepCalls(self._envs, self._check)
+        self.envs = list(envs)
+        first = self.envs[0]
+        super().__init__(first.observation_space, first.action_space, batch_shape, options)
+        self.face = face
+        self._calls = _StepCalls(self.envs, self._check)
         self._steps: list[Callable[[Any], Any]] = []
-        self._seeds = list(source.seeds or [None] * len(self._envs))
+        self._seeds = list(seeds or [None] * len(self.envs))
         self._rewards: list[Sequence[Any]] = []
-        self._resets = True
-        """Whether environments that end are reset in the same step."""
-        self._when = " at step {} of the rollout"
+        self._open = self.envs
+        """Those that `close` closes."""
 
-    def source(self) -> GymSource:
-        """Return the environments inside, for stepping them by other means."""
-        return replace(self._source, seeds=tuple(self._seeds))
+    @property
+    def inner(self) -> Any:
+        own = self.envs if self.layout.batch_shape else self.envs[0]
+        return own if self.face is None else self.face
 
-    def specs(self) -> list[Composite]:
-        """Return the specs of observations, actions, rewards and end flags, with batch sizes."""
-        fields = self.layout.observations
-        shown: dict[Key, TensorSpec] = {
-            field.key: Unbounded(field.shape, dtype=field.dtype) for field in fields
-        }
-        for leaf, field in zip(self._leaves, fields, strict=False):
-            spec = space_spec(leaf.space)
-            if spec.dtype == field.dtype:
-                shown[field.key] = spec
-        rewards = {REWARD: Unbounded((1,), dtype=torch.float32)}
-        flags = {key: Binary(1, dtype=torch.bool) for key in FLAGS}
-        groups: list[Mapping[Any, Any]] = [shown, self.action_specs, rewards, flags]
-        return [Composite(specs).expand(self.layout.batch_shape) for specs in groups]
+    def joined(
+        self, others: Sequence[EnvRows], face: EnvBase, options: GymOptions | None, fresh: bool
+    ) -> GymnasiumEnv | None:
+        parts = [part for part in (self, *others) if type(part) is GymnasiumEnv]
+        own = self.options
+        if len(parts) <= len(others) or any(part.options != own for part in parts):
+            return None
+        if options is not None:
+            categorical = options.categorical_action_encoding and own.categorical_action_encoding
+            own = GymOptions(
+                categorical_action_encoding=categorical,
+                observation_dtype=options.observation_dtype or own.observation_dtype,
+                info_keys=options.info_keys or own.info_keys,
+            )
+        envs = [env for part in parts for env in part.envs]
+        check_same_spaces(envs)
+        return GymnasiumEnv(
+            [without_call_checks(env) for env in envs] if fresh else envs,
+            tuple(face.batch_size),
+            own,
+            seeds=[seed for part in parts for seed in part._seeds],
+            face=face,
+        )
 
-    # -- as an `Env` -----------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``.
-
-        Raises:
-            ConfigError: a method was replaced where this environment would not notice.
-        """
-        if self._around and not is_stock(*self._around):
-            raise ConfigError(
-                f"a method of {self.inner!r:.100} was replaced after the collector was built, "
-                "which had found none replaced and steps its Gymnasium environments directly; "
-                "replace methods before, or pass fast=False"
-            )
         super().begin(window, carry)
         self._steps = self._calls.look_up()
-        self._flag_rows = [window.rows(next_key(key)) for key in (TERMINATED, TRUNCATED, DONE)]
+        self._flag_rows = [window.rows(next_key(key)) for key in _FLAGS]
         self._rewards = []
 
-    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         actions = self._actions.read(t)
         moves = zip(self._steps, actions, strict=True)
         try:
             results = [step(action) for step, action in moves]
         except Exception as err:
             env = len(actions) - 1 - len(list(moves))
-            when, action = self._when.format(t), actions[env]
+            alone = self._window.steps == 1
+            when = " in its step" if alone else f" at step {t} of the rollout"
+            action = actions[env]
             note(err, f"environment {env} raised this{when}; its action was {action!r:.200}")
             self._actions.check(t, t + 1, err)
             raise
@@ -225,27 +210,31 @@ class GymnasiumEnv(WindowEnv):
             rewards = owned(rewards)
         self._rewards.append(rewards)
         if cut or ended:
-            return self._end(t, terminated, truncated, cut)
+            return self._end(t, terminated, truncated, cut, resets)
         return _NOTHING
 
     def _end(
-        self, t: int, terminated: Sequence[Any], truncated: Sequence[Any], cut: Sequence[int]
+        self,
+        t: int,
+        terminated: Sequence[Any],
+        truncated: Sequence[Any],
+        cut: Sequence[int],
+        resets: bool,
     ) -> Sequence[int]:
         dead_row, late_row, done_row = (rows[t] for rows in self._flag_rows)
-        ended = []
+        ended: list[int] = []
         for env, (dead, late) in enumerate(zip(terminated, truncated, strict=True)):
             if dead or late or env in cut:
                 ended.append(env)
                 done_row[env] = True
                 dead_row[env] = dead
                 late_row[env] = late or not dead
-        if self._resets:
-            began = monotonic()
-            for env in ended:
-                returned = self._reset_one(env, None)
-                for writer in self._writers:
-                    writer.write_root(t, env, returned)
-            self.reset_s += monotonic() - began
+        began = monotonic()
+        for env in ended if resets else ():
+            returned = self._reset_one(env, None)
+            for writer in self._writers:
+                writer.write_root(t, env, returned)
+        self.reset_s += monotonic() - began
         return ended
 
     def finish(self, steps: int) -> None:
@@ -255,48 +244,21 @@ class GymnasiumEnv(WindowEnv):
             EnvError: a reward that is not a number, or a finite one that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        if self._unsettled:
+        if self._unsettled and self._window.steps > 1:  # one step says little about `info`
             self._settle()
+        when = "" if self._window.steps == 1 else " at step {}"
         self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
-        write_rewards(target, check_rewards(self._rewards))
+        write_rewards(target, check_rewards(self._rewards, when), when=when)
 
-    # -- without automatic reset -----------------------------------------------------------------
-
-    def bind(self, window: Window) -> None:
-        """Bind to memory for `advance`; `begin` is not called then.
-
-        Args:
-            window: One step long: the present observations of all environments, actions, and under
-                ``"next"`` what a step leads to, observations only if it has these.
-        """
-        self._resets, self._when = False, " in its step"
-        super().begin(window, window)
-        self._flag_rows = [window.rows(next_key(key)) for key in (TERMINATED, TRUNCATED, DONE)]
-
-    def advance(self) -> None:
-        """Step every environment once, with the actions in the window.
-
-        Raises:
-            EnvError: an environment returned something else than it declares.
-            PolicyError: an action is not in the action space.
-        """
-        self._actions.check(0, 1, when="")
-        self._steps, self._rewards = self._calls.look_up(), []
-        for rows in self._flag_rows:
-            rows[0].fill(False)
-        self.step(0, ())
-        target = self._window.array(next_key(REWARD))[:, 0]
-        write_rewards(target, check_rewards(self._rewards, ""), when="")
-
-    # -- in both ways ----------------------------------------------------------------------------
+    # -- resets ----------------------------------------------------------------------------------
 
     def _check(self, env: int, observation: Any, info: Any) -> None:
         for writer in self._writers:
             writer.read(env, (observation, info))
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        for env in range(len(self._envs)) if envs is None else envs:
+        for env in range(len(self.envs)) if envs is None else envs:
             returned = self._reset_one(env, options or None)
             for writer in self._writers:
                 writer.write_carry(carry, env, returned)
@@ -304,7 +266,7 @@ class GymnasiumEnv(WindowEnv):
     def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
         seed, self._seeds[env] = self._seeds[env], None
         try:
-            result = self._envs[env].reset(seed=seed, options=options)
+            result = self.envs[env].reset(seed=seed, options=options)
         except Exception as err:
             note(err, f"environment {env} raised this in its reset({seed=}, {options=})")
             raise
@@ -319,15 +281,14 @@ class GymnasiumEnv(WindowEnv):
             ConfigError: ``seed`` is no whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
-        self._seeds = [seed if static else seed + i for i in range(len(self._envs))]
-        for env, own in zip(self._envs, self._seeds, strict=True):
+        self._seeds = [seed if static else seed + i for i in range(len(self.envs))]
+        for env, own in zip(self.envs, self._seeds, strict=True):
             env.action_space.seed(own)
-        return seed if static else seed + len(self._envs) - 1
+        return seed if static else seed + len(self.envs) - 1
 
     def close(self) -> None:
         """Close every environment; an error is raised after all were closed."""
-        envs, self._steps = list(self._envs), []
-        self._envs.clear()
+        envs, self._open, self._steps = self._open, [], []
         close_all(envs)
 
 
@@ -345,6 +306,29 @@ def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                     f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
                     "collected in one batch must agree"
                 )
+
+
+_CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
+
+
+def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Remove the two wrappers that only check the calls of an environment.
+
+    They cost a tenth of a cheap step. This library resets before it steps, and checks itself what
+    comes back. All other wrappers stay, and so does an environment that the user made and kept.
+    """
+    while _only_checks(env):
+        env = env.env  # type: ignore[attr-defined]  # both are wrappers
+    outer = env
+    while isinstance(outer, gym.Wrapper):
+        while _only_checks(outer.env):
+            outer.env = outer.env.env  # type: ignore[attr-defined]
+        outer = outer.env
+    return env
+
+
+def _only_checks(env: gym.Env[Any, Any]) -> bool:
+    return type(env) in _CALL_CHECKS and is_stock(env)
 
 
 def _check_result(env: int, result: Any) -> None:
@@ -370,7 +354,7 @@ class _StepCalls:
 
     def __init__(self, envs: Sequence[Any], check: Callable[[int, Any, Any], None]) -> None:
         """Look nothing up yet; ``check`` gets the index, observation and ``info`` of each once."""
-        self._envs = envs
+        self.envs = envs
         self._check = check
         self._first_results: dict[int, Any] = {}
         """Kept until all have returned, because released memory would look like shared memory."""
@@ -381,27 +365,27 @@ class _StepCalls:
     def look_up(self) -> list[Call]:
         """Return one callable per environment; entries are replaced after their first call."""
         plain = self._seen_all and not self._copies
-        indices = range(len(self._envs))
-        self._calls = [env.step for env in self._envs] if plain else list(map(self._call, indices))
+        indices = range(len(self.envs))
+        self._calls = [env.step for env in self.envs] if plain else list(map(self._call, indices))
         return self._calls
 
     def _call(self, index: int) -> Call:
         if not (self._seen_all or index in self._first_results):
             return functools.partial(self._first, index)
-        step: Call = self._envs[index].step
+        step: Call = self.envs[index].step
         return (lambda action: owned(step(action))) if self._copies else step
 
     def _first(self, index: int, action: Any) -> Any:
-        result = self._envs[index].step(action)
+        result = self.envs[index].step(action)
         _check_result(index, result)
         self._check(index, result[0], result[4])
         self._copies |= isinstance(result[1], torch.Tensor)
         self._first_results[index] = result
-        if len(self._first_results) == len(self._envs):
+        if len(self._first_results) == len(self.envs):
             self._copies |= share_memory(self._first_results)
             self._seen_all = True
             self._first_results.clear()
-        for env in range(len(self._envs)) if self._seen_all else (index,):
+        for env in range(len(self.envs)) if self._seen_all else (index,):
             self._calls[env] = self._call(env)
         return owned(result)
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env
-from gleanrl.envs.factory import build, closed_on_error, is_built, is_id, without_call_checks
-from gleanrl.envs.gymnasium import GymnasiumEnv, GymSource, check_same_spaces
-from gleanrl.envs.libs.pettingzoo import PettingZooEnv
-from gleanrl.envs.serial import SerialEnv, gym_parts, gym_source
+from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
+from gleanrl.envs.gymnasium import GymnasiumEnv, check_same_spaces, without_call_checks
+from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
-from gleanrl.envs.vector import NextStepPool, is_vector_env, make_vector
+from gleanrl.envs.vector import is_vector_env, make_vector
 
-Made: TypeAlias = Env | NextStepPool | TensorDictHandle
-"""Gymnasium environments and pools go into rows; all others have TensorDict methods."""
+Made: TypeAlias = EnvRows | TensorDictHandle
+"""Environments that step into rows; all others have TensorDict methods."""
 
 
 def make_env(options: SourceOptions) -> Made:
@@ -78,10 +76,9 @@ def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Mad
         fresh = {id(env) for env in made}
         envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
         check_same_spaces(envs)
-        return GymnasiumEnv(GymSource(tuple(envs), (len(envs),), options.storing()))
+        return GymnasiumEnv(envs, (len(envs),), options.storing())
     if all(is_tensordict_env(env) for env in built):
-        batch = PettingZooEnv.joined(built) or SerialEnv.of(built)
-        return _adapt(batch, options, fresh=len(made) == len(built))
+        return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))
     vector = next(filter(is_vector_env, built), None)
     if vector is not None and options.num_envs is not None:
         raise _vector_already(vector, options.num_envs)
@@ -104,21 +101,10 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
         return make_vector(env, options)
     if isinstance(env, gym.Env):
         single = without_call_checks(env) if fresh else env
-        return GymnasiumEnv(GymSource((single,), (), options.storing()))
-    source = gym_source(env)
-    if source is not None:
-        check_same_spaces(source.envs)
-        own = source.options
-        wanted = replace(
-            own,
-            categorical_action_encoding=options.categorical_action_encoding
-            and own.categorical_action_encoding,
-            observation_dtype=options.observation_dtype or own.observation_dtype,
-            info_keys=options.info_keys or own.info_keys,
-        )
-        envs = tuple(map(without_call_checks, source.envs)) if fresh else source.envs
-        source = replace(source, envs=envs, options=wanted)
-        return GymnasiumEnv(source, inner=env, around=gym_parts(env))
+        return GymnasiumEnv([single], (), options.storing())
+    rows = rows_of(env, options.storing(), fresh)
+    if isinstance(rows, GymnasiumEnv):
+        return rows
     for name, value, usual in (
         ("observation_dtype", options.observation_dtype, None),
         ("info_keys", tuple(options.info_keys), ()),
@@ -129,6 +115,8 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
                 f"{name} ({value}) is for Gymnasium environments; a {type(env).__name__} decides "
                 "itself: have it give and take what you want, or drop this argument"
             )
+    if rows is not None:
+        return rows
     if options.env_device is not None and env.device != options.env_device:
         env = env.to(options.env_device)
     return TensorDictHandle(env)

@@ -17,16 +17,16 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, EnvError, WeightsError
-from gleanrl.core.keys import DONE, NEXT, Key, format_key, next_key
-from gleanrl.core.layout import Field, Group, Layout
+from gleanrl.core.keys import NEXT, Key, format_key, next_key
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
-from gleanrl.envs.factory import EnvFactory, closed_on_error, without_call_checks
-from gleanrl.envs.gymnasium import GymSource
-from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
-from gleanrl.envs.serial import SerialEnv, gym_source
-from gleanrl.envs.specs import Composite
+from gleanrl.envs.factory import EnvFactory, closed_on_error
+from gleanrl.envs.libs.gym import make_tensordict_env
+from gleanrl.envs.row_env import RowEnv
+from gleanrl.envs.serial import SerialEnv, rows_of
+from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.tensordict import (
     EnvMetaData,
     describe,
@@ -96,6 +96,14 @@ class EnvWorkerBuilder:
             return EnvWorker(made)
 
 
+def without_masks(tree: Composite) -> Composite:
+    """Return specs that allow every action, as only the environments know what they allow now."""
+    tree = tree.clone()
+    for spec in masked_specs(tree).values():
+        spec.update_mask(None)
+    return tree
+
+
 def seed_streams(seed: int) -> None:
     """Seed the random generators of this process, which environments may use."""
     torch.manual_seed(seed)
@@ -114,8 +122,8 @@ class EnvWorker:
         """
         self.envs = SerialEnv.of(envs)
         self.num_envs = self.envs.batch_size.numel()
-        self._env: Any = self.envs
-        self._row: _GymRow | _TensorDictRow
+        self._seeded: Any = self.envs
+        self._row: RowEnv | _TensorDictRow
 
     def layout(self) -> None:
         """Announce no rollouts; `described` has the layout of the window."""
@@ -129,15 +137,16 @@ class EnvWorker:
         Raises:
             ConfigError: data without a fixed layout.
         """
-        row = self._row = _make_row(self.envs, gym_source(self.envs) if direct else None)
-        self._env, first = row.env, self.envs.members[0]
+        row = self._row = _make_row(self.envs, direct)
+        self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
+        fields = (Field(COMMAND, (), torch.uint8), *row.fields)
         return EnvWorkerInfo(
-            layout=Layout(tuple(self.envs.batch_size), row.fields, groups=row.groups),
+            layout=Layout(tuple(self.envs.batch_size), fields, groups=tuple(row.groups)),
             batch=tuple(first.batch_size),
             device=first.device,
-            specs=tuple(widened(tree) for tree in spec_trees(first)),
+            specs=tuple(without_masks(widened(tree)) for tree in spec_trees(first)),
             inputs=row.inputs,
-            casts=isinstance(row, _GymRow),
+            casts=isinstance(row, RowEnv),
             infos=self.envs.info_entries,
         )
 
@@ -161,7 +170,7 @@ class EnvWorker:
         if command == EnvCommand.BIND:
             self._row.bind(window)
         else:
-            self._row.step(and_reset=command == EnvCommand.STEP_AND_RESET)
+            self._row.step_row(command == EnvCommand.STEP_AND_RESET)
         return Report(steps, window.envs, 0)
 
     def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
@@ -170,7 +179,7 @@ class EnvWorker:
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        self._row.reset(masks, options)
+        self._row.reset_row(masks, options)
 
     # -- what every source has -------------------------------------------------------------------
 
@@ -184,7 +193,7 @@ class EnvWorker:
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         """Seed environments, from their next reset on, and this process's random streams."""
         seed_streams(seed if stream is None else stream)
-        return int(self._env.set_seed(seed, static_seed=static))
+        return int(self._seeded.set_seed(seed, static_seed=static))
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Refuse a reset outside the window, where its results would be lost."""
@@ -214,16 +223,16 @@ class EnvWorker:
 # -- environments whose data lie in a window of one step -------------------------------------------
 
 
-def _make_row(envs: SerialEnv, source: GymSource | None) -> _GymRow | _TensorDictRow:
+def _make_row(envs: SerialEnv, direct: bool) -> RowEnv | _TensorDictRow:
     """Return the way to step ``envs`` in a window.
 
     Raises:
         ConfigError: their data have no fixed layout.
     """
-    if source is not None:
-        # Made by this worker, so nobody else relies on the checks.
-        fast = tuple(without_call_checks(env) for env in source.envs)
-        return _GymRow(GymEnv.of(replace(source, envs=fast)))
+    # Made by this worker, so nobody else relies on the checks of Gymnasium's wrappers.
+    rows = rows_of(envs, fresh=True) if direct else None
+    if rows is not None:
+        return RowEnv(rows)
     shown = {key for key, _ in spec_leaves(envs.full_observation_spec)}
     for env in envs.members:
         wrong = [*open_entries(env), *(key for key, _ in state_leaves(env) if key not in shown)]
@@ -233,36 +242,6 @@ def _make_row(envs: SerialEnv, source: GymSource | None) -> _GymRow | _TensorDic
                 f"dimension or is an input that observations lack: {_INSTEAD}"
             )
     return _TensorDictRow(envs)
-
-
-class _GymRow:
-    """Gymnasium environments, stepped without TensorDicts."""
-
-    groups: tuple[Group, ...] = ()
-
-    def __init__(self, env: GymEnv) -> None:
-        self.env = env
-        self._batch = env.batch
-        actions, shown = self._batch.layout.actions, self._batch.layout.observations
-        self.inputs = tuple(field.key for field in actions)
-        after = tuple(replace(field, key=next_key(field.key)) for field in shown)
-        self.fields = (Field(COMMAND, (), torch.uint8), *env.fields, *after)
-
-    def bind(self, window: Window) -> None:
-        """Step in ``window``, whose root row holds the present; its end flags stay False."""
-        self.env.bind(window)
-        self._window, self._done = window, window.rows(next_key(DONE))[0]
-
-    def step(self, and_reset: bool) -> None:
-        """Step, and reset ended environments if the learner wants that."""
-        self._batch.advance()
-        if and_reset and self._done.any():
-            self._batch.reset(self._window, np.flatnonzero(self._done).tolist())
-
-    def reset(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Reset all environments, or those in the mask."""
-        chosen = [np.flatnonzero(mask).tolist() for mask in masks.values()]  # there is one at most
-        self._batch.reset(self._window, *chosen, **options)
 
 
 class _TensorDictRow:
@@ -282,7 +261,6 @@ class _TensorDictRow:
         self._roots, self._afters = tuple(root), tuple(after)
         self.inputs: tuple[Key, ...] = (*self._actions, *root, *after)
         self.fields = (
-            Field(COMMAND, (), torch.uint8),
             *actions,
             *root.values(),
             *(replace(field, key=key) for key, field in after.items()),
@@ -297,7 +275,7 @@ class _TensorDictRow:
         self._root = {key: self._views[key] for key in self._roots}
         self._after = {key[1:]: self._views[key] for key in self._afters}
 
-    def step(self, and_reset: bool) -> None:
+    def step_row(self, and_reset: bool) -> None:
         """Step, and reset ended environments if the learner wants that."""
         given = self._given(self.inputs)
         if not and_reset:
@@ -307,7 +285,7 @@ class _TensorDictRow:
         self._put(finished.get(NEXT), self._after)
         self._put(root.exclude(*self._actions), self._root)
 
-    def reset(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+    def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Reset all environments, or those in the masks; the others keep the root row."""
         given = self._given(self._roots).update(nest(masks)) if masks else None
         self._put(self.env.reset(given, **options), self._root)

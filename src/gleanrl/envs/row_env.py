@@ -1,41 +1,194 @@
-"""Environments whose data lie in one preallocated row, with TensorDict methods."""
+"""Environments whose data lie in preallocated rows, and the TensorDict methods around them."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import Key, format_key
-from gleanrl.core.layout import Group
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import Key, format_key, next_key
+from gleanrl.core.layout import Field, Group
+from gleanrl.core.options import GymOptions
+from gleanrl.core.protocols import Env
+from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
+from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
+from gleanrl.envs.stock import is_stock, stock
 from gleanrl.memory.tensordicts import tensordict_over
 
 
+class EnvRows(Env):
+    """The base of environments that step into rows.
+
+    A subclass sets `layout` and both specs, and adds `reset`, `step` and `seed`. `RowEnv` around it
+    has TensorDict methods, and collectors step it without TensorDicts.
+    """
+
+    can_cut = True
+    reset_s = 0.0
+    options: Any = None
+    """How data are stored; rows that are joined have the same."""
+    face: EnvBase | None = None
+    """The user's environment, if these rows were taken out of it."""
+    _window: Window
+
+    @property
+    def inner(self) -> Any:
+        """The user's environment."""
+        return self if self.face is None else self.face
+
+    def joined(
+        self, others: Sequence[EnvRows], face: EnvBase, options: GymOptions | None, fresh: bool
+    ) -> EnvRows | None:
+        """Return rows that step the members of these and of ``others``, in place of ``face``.
+
+        Args:
+            others: More rows.
+            face: What the rows were taken out of; they get its batch size.
+            options: How the user wants data to be stored; ``None`` leaves that to the rows.
+            fresh: Whether nobody else uses the members, so that they may be changed.
+
+        Returns:
+            ``None`` if they cannot be stepped as one batch.
+        """
+        return None
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``.
+
+        Raises:
+            ConfigError: a method was replaced where these rows would not notice.
+        """
+        if self.face is not None and not self.face.is_face():
+            raise ConfigError(
+                f"a method of {self.inner!r:.100} was replaced after the collector was built, "
+                "which had found none replaced and steps what is inside directly; replace methods "
+                "before, or pass fast=False"
+            )
+        self._window = window
+
+    def finish(self, steps: int) -> None:
+        """Do nothing: all was written by the steps."""
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing, because members have no state to read."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Refuse a state.
+
+        Raises:
+            ConfigError: there is something to restore, and ``strict`` is true.
+        """
+        if state and strict:
+            raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+@stock
 class RowEnv(EnvBase):
-    """An `EnvBase` over a row: inputs are written there, results are copied out of it."""
+    """TensorDict methods over rows: inputs are written to a row, results are copied out of it."""
 
     _returns_all = True
+    rows: EnvRows
+    """The environments that step. Internal to the package."""
+    fields: tuple[Field, ...]
+    """The row: root entries, and all that a step leads to. Internal to the package."""
+    groups: Sequence[Group] = ()
+    """Nested parts with a batch size of their own. Internal to the package."""
     _root: Mapping[Key, torch.Tensor]
     """The row's present: observations and end flags."""
     _after: Mapping[Key, torch.Tensor]
     """The row's results of a step."""
-    _groups: Sequence[Group] = ()
-    """Nested parts with a batch size of their own."""
 
-    @abc.abstractmethod
+    def __init__(self, rows: EnvRows, *, device: torch.device | str | None = None) -> None:
+        """Show ``rows`` as TensorDicts, on ``device``."""
+        layout = rows.layout
+        super().__init__(device=device, batch_size=layout.batch_shape)
+        self.rows, self.groups = rows, layout.groups
+        self.info_entries = tuple(layout.infos)
+        self._flags = [
+            Field(key, group.shape, torch.bool) for group in layout.dones for key in group.keys()
+        ]
+        root = {field.key: field for field in (*layout.observations, *self._flags)}
+        after = {field.key: field for field in (*root.values(), *layout.rewards)}
+        nexts = [replace(field, key=next_key(key)) for key, field in after.items()]
+        self.fields = (*root.values(), *layout.actions, *nexts)
+        self._roots, self._afters = tuple(root), tuple(after)
+        self.inputs: tuple[Key, ...] = tuple(rows.action_specs)
+        """The entries of the row that a step reads. Internal to the package."""
+        self._declare(*self._specs())
+        self.bind(Window.allocate(self.fields, layout.num_envs, 1))
+
+    def _specs(self) -> list[Composite]:
+        layout = self.rows.layout
+        rewards = {f.key: Unbounded(f.shape, dtype=f.dtype) for f in layout.rewards}
+        flags = {f.key: Binary(shape=f.shape, dtype=f.dtype) for f in self._flags}
+        trees = []
+        for specs in (self.rows.observation_specs, self.rows.action_specs, rewards, flags):
+            tree = Composite()
+            for group in self.groups:
+                if any(key[: len(group.key)] == group.key for key in specs):
+                    tree.set(group.key, Composite(shape=group.shape))
+            for key, spec in specs.items():
+                tree.set(key, spec)
+            trees.append(tree.expand(layout.batch_shape))
+            for masked in masked_specs(trees[-1]).values():  # in memory that the rows write
+                mask: Any = masked.mask
+                masked.update_mask(mask.view(*layout.batch_shape, *mask.shape[1:]))
+        return trees
+
+    def is_face(self) -> bool:
+        on_host = self.device is None or self.device.type == "cpu"
+        return on_host and not self.specs_assigned and is_stock(self)
+
+    # -- the row, which workers of `ParallelEnv` share with their learner -------------------------
+
+    def bind(self, window: Window) -> None:
+        """Step in ``window`` from now on, which is one step long. Internal to the package."""
+
+        def view(key: Key) -> torch.Tensor:
+            tensor = window.tensor(key)
+            return tensor.view((*self._batch, *tensor.shape[2:]))
+
+        self._window = window
+        self._root = {key: view(key) for key in self._roots}
+        self._after = {key: view(next_key(key)) for key in self._afters}
+        self._given = {key: view(key) for key in self.inputs}
+        self._cleared = [window.array(next_key(flag.key)) for flag in self._flags]
+
+    def step_row(self, and_reset: bool = False) -> None:
+        """Step with the actions in the row; reset ended environments if told so."""
+        for flags in self._cleared:
+            flags.fill(False)
+        self.rows.begin(self._window, self._window)
+        ended = self.rows.step(0, (), False)
+        self.rows.finish(1)
+        if and_reset and ended:
+            self.rows.reset(self._window, ended)
+
+    def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset all environments within the row, or those in the mask of whole environments."""
+        mask = masks.get(("_reset",))
+        chosen = None if mask is None else torch.nonzero(mask.flatten()).flatten().tolist()
+        self.rows.reset(self._window, chosen, **options)
+
+    # -- as an `EnvBase` --------------------------------------------------------------------------
+
     def _advance(self, data: TensorDictBase) -> None:
         """Step with the actions in ``data``; the results come into the row."""
+        write_inputs(data, self._given)
+        self.step_row()
 
-    @abc.abstractmethod
-    def _restart(
-        self, data: TensorDictBase | None, chosen: torch.Tensor | None, options: Mapping[str, Any]
-    ) -> None:
-        """Reset all environments, or the ``chosen`` ones of ``data``, within the row."""
+    def _restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset within the row: all environments, or those in ``masks``."""
+        self.reset_row(masks, options)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._advance(tensordict)
@@ -43,20 +196,28 @@ class RowEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         data: Any = {} if tensordict is None else tensordict
-        masks = [data.get(key, None) for key in self._env_specs.ends.reset_keys]
-        flat = [mask.reshape(*self._batch, -1).any(-1) for mask in masks if mask is not None]
-        chosen = torch.stack(flat).any(0).cpu() if flat else None
-        self._restart(tensordict, chosen, options)
+        found = ((key, data.get(key, None)) for key in self._env_specs.ends.reset_keys)
+        masks = {key: mask.cpu() for key, mask in found if mask is not None}
+        self._restart(masks, options)
         root = self._copy(self._root)
-        if tensordict is not None and chosen is not None and not chosen.all():
-            keep_unset(root, tensordict, chosen.to(root.device))
+        if tensordict is not None and masks:
+            flat = [mask.reshape(*self._batch, -1).any(-1) for mask in masks.values()]
+            chosen = torch.stack(flat).any(0)
+            if not chosen.all():
+                keep_unset(root, tensordict, chosen.to(root.device))
         return root
 
     def _copy(self, row: Mapping[Key, torch.Tensor]) -> TensorDictBase:
         """Copy out of the row, because the next step writes there again."""
         copies = {key: value.clone() for key, value in row.items()}
-        copy = tensordict_over(copies, self._batch, [None] * len(self._batch), self._groups)
+        copy = tensordict_over(copies, self._batch, [None] * len(self._batch), self.groups)
         return copy if self.device is None else copy.to(self.device)
+
+    def _set_seed(self, seed: Any, static: bool = False) -> None:
+        self.rows.seed(seed, static)
+
+    def _close(self) -> None:
+        self.rows.close()
 
 
 def write_inputs(

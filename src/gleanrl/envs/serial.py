@@ -11,12 +11,13 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, for_users
-from gleanrl.core.keys import NEXT
-from gleanrl.core.options import check_int
+from gleanrl.core.keys import NEXT, Key
+from gleanrl.core.options import GymOptions, check_int
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
-from gleanrl.envs.gymnasium import GymSource
-from gleanrl.envs.libs.gym import GymEnv, make_tensordict_env
+from gleanrl.envs.libs.gym import make_tensordict_env
+from gleanrl.envs.row_env import EnvRows, RowEnv
+from gleanrl.envs.specs import masked_specs
 from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,
@@ -98,6 +99,7 @@ class SerialEnv(EnvBase):
         self._inner_ends = EndFlags(first.full_done_spec, self._inner)
         super().__init__(device=device if device is not None else first.device, batch_size=batch)
         self._declare(*(widened(tree, (len(envs),)) for tree in spec_trees(first)))
+        self._masked = masked_specs(self._env_specs.action)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -121,7 +123,9 @@ class SerialEnv(EnvBase):
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Draw actions of all environments at once, unless one of them has its own method."""
-        if not any(_draws_itself(env) for env in self._envs):
+        for key, spec in self._masked.items():
+            spec.update_mask(_mask(self, key))
+        if not any(map(_draws_itself, self._envs)):
             return super().rand_action(tensordict)
         roots = [None] * len(self._envs) if tensordict is None else tensordict.unbind(0)
         drawn = [
@@ -139,6 +143,11 @@ class SerialEnv(EnvBase):
     def members(self) -> tuple[Any, ...]:
         """The environments themselves."""
         return tuple(self._envs)
+
+    def is_face(self) -> bool:
+        on_host = self.device is None or self.device.type == "cpu"
+        faces = all(isinstance(env, EnvBase) and env.is_face() for env in self._envs)
+        return faces and on_host and not self.specs_assigned and is_stock(self)
 
     # -- access ----------------------------------------------------------------------------------
 
@@ -187,6 +196,14 @@ class SerialEnv(EnvBase):
         return f"SerialEnv({len(self._envs)} x {self._envs[0]!r})"
 
 
+def _mask(env: Any, key: Key) -> torch.Tensor:
+    """Return what environments allow now for the action ``key``."""
+    if isinstance(env, SerialEnv):
+        return torch.stack([_mask(member, key) for member in env.members])
+    mask: torch.Tensor = env.full_action_spec[key].mask
+    return mask
+
+
 def _draws_itself(env: Any) -> bool:
     """Tell whether an environment of GleanRL's, or one in it, overrides `rand_action`."""
     draws = getattr(env.rand_action, "__func__", None)
@@ -195,35 +212,21 @@ def _draws_itself(env: Any) -> bool:
     return isinstance(env, EnvBase) and draws is not EnvBase.rand_action
 
 
-def gym_source(env: Any) -> GymSource | None:
-    """Return the Gymnasium environments inside ``env``, if ``env`` only steps them.
+def rows_of(env: Any, options: GymOptions | None = None, fresh: bool = False) -> EnvRows | None:
+    """Return the rows inside ``env`` as one batch, if ``env`` only shows them as TensorDicts.
 
-    That is so for a `GymEnv`, and a `SerialEnv` of such that are alike, on the CPU, if no method
-    was replaced.
+    That is so for a `RowEnv` such as `GymEnv`, and for a `SerialEnv` of such that are alike, on the
+    CPU, if no method was replaced. For the other arguments see `EnvRows.joined`.
     """
-    parts = gym_parts(env)
-    if not parts or any(part.device is not None and part.device.type != "cpu" for part in parts):
+    if not (isinstance(env, EnvBase) and env.is_face()):
         return None
-    found = [part.batch.source() for part in parts if isinstance(part, GymEnv)]
-    first = found[0]
-    if any(source.options != first.options for source in found):
-        return None
-    return GymSource(
-        tuple(single for source in found for single in source.envs),
-        tuple(env.batch_size),
-        first.options,
-        tuple(seed for source in found for seed in source.seeds),
-    )
+    first, *others = (part.rows for part in _row_envs(env))
+    return first.joined(others, env, options, fresh) or (None if others else first)
 
 
-def gym_parts(env: Any) -> list[EnvBase]:
-    """Return ``env`` and the environments in it, to any depth; empty if not all are stock."""
-    if not isinstance(env, (GymEnv, SerialEnv)) or not is_stock(env) or env.specs_assigned:
-        return []
-    parts: list[EnvBase] = [env]
-    for member in env.members if isinstance(env, SerialEnv) else ():
-        inner = gym_parts(member)
-        if not inner:
-            return []
-        parts += inner
-    return parts
+def _row_envs(env: EnvBase) -> list[RowEnv]:
+    """Return the environments of rows in a face, to any depth."""
+    if isinstance(env, RowEnv):
+        return [env]
+    members = env.members if isinstance(env, SerialEnv) else ()
+    return [part for member in members for part in _row_envs(member)]

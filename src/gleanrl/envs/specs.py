@@ -496,6 +496,12 @@ class NonTensor(TensorSpec):
         return not isinstance(value, torch.Tensor)
 
 
+def masked_specs(tree: Composite) -> dict[Key, Categorical]:
+    """Return the specs in ``tree`` that allow only some of their values now."""
+    leaves = tree.leaves().items()
+    return {k: s for k, s in leaves if isinstance(s, Categorical) and s.mask is not None}
+
+
 UnboundedContinuous = UnboundedDiscrete = Unbounded
 BoundedContinuous = BoundedDiscrete = Bounded
 

@@ -413,14 +413,18 @@ def steps_apart(env: Any) -> bool:
 class TensorDictHandle:
     """Steps, truncates, resets, seeds, saves and closes one environment by its public methods."""
 
-    def __init__(self, env: Any, first: TensorDictBase | None = None) -> None:
+    def __init__(self, env: Any, first: TensorDictBase | None = None, *, inner: Any = None) -> None:
         """Take over ``env``.
 
         Args:
             env: Built. Reset here, once, unless ``first`` is given.
             first: What ``env.reset()`` returned, if it was called already. Taken over.
+            inner: The user's environment, if that is not ``env``.
         """
         self.env = env
+        self.inner = env if inner is None else inner
+        self.kind = type(inner[0] if isinstance(inner, list) else self.inner).__name__
+        """The class of the user's environment."""
         self.root: TensorDictBase = env.reset() if first is None else first
         """The input of the next step, in which the caller sets the action."""
         self.ends = EndFlags(env.full_done_spec, tuple(env.batch_size))

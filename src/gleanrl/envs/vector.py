@@ -19,7 +19,6 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.options import GymOptions, check_int
-from gleanrl.core.protocols import Env
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
@@ -35,7 +34,7 @@ A reset and two steps show what memory an environment returns.
 """
 
 
-class _VectorAdapter(WindowEnv):
+class VectorAdapter(WindowEnv):
     """``P`` environments in one vectorised object; batch shape ``(P,)``.
 
     Everything the object returns is copied at once, so it may reuse its arrays.
@@ -186,10 +185,10 @@ class _VectorAdapter(WindowEnv):
             self.inner.close()
 
 
-class DenseVectorEnv(_VectorAdapter):
+class DenseVectorEnv(VectorAdapter):
     """A vectorised environment in SAME_STEP or DISABLED mode: every step is a real transition."""
 
-    def step(self, t: int, cut: Sequence[int]) -> Sequence[int]:
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         infos = self._advance(t)
         ended = np.flatnonzero(self._done[t])
         if not len(ended) and not cut:
@@ -209,10 +208,10 @@ class DenseVectorEnv(_VectorAdapter):
         return indices
 
 
-class NextStepPool(_VectorAdapter):
+class NextStepPool(VectorAdapter):
     """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
 
-    def step(self, t: int) -> None:
+    def step(self, t: int) -> None:  # type: ignore[override]  # as pools do
         self._advance(t)
 
 
@@ -360,7 +359,7 @@ def is_vector_env(given: Any) -> bool:
     return isinstance(given, VectorEnv) or _is_envpool(given)
 
 
-def make_vector(env: Any, options: GymOptions) -> Env | NextStepPool:
+def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
     """Return the adapter for the reset mode of ``env``.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core.keys import TIME, Key
-from gleanrl.core.layout import Group, Layout
+from gleanrl.core.layout import EnvLayout, Group, Layout
 from gleanrl.core.window import Window
 
 
@@ -40,6 +40,19 @@ def tensordict_over(
     return build(tree, [*flat.values()], torch.Size(shape), names, inner)
 
 
+def env_root(
+    env: EnvLayout, shown: Mapping[Key, torch.Tensor], device: torch.device | None = None
+) -> TensorDict:
+    """Return root data of ``env``: entries as ``shown``, and no end flag set."""
+    flags = {
+        key: torch.zeros((*env.batch_shape, *group.shape), dtype=torch.bool, device=device)
+        for group in env.dones
+        for key in group.keys()
+    }
+    names = [None] * len(env.batch_shape)
+    return tensordict_over({**flags, **shown}, env.batch_shape, names, env.groups)
+
+
 def batch_over(window: Window, layout: Layout) -> TensorDict:
     """Return ``window`` with ``layout`` as a batch over the same memory."""
     shape = (*layout.batch_shape, window.steps)
@@ -58,26 +71,31 @@ def build(
     groups: Mapping[Key, Group],
     device: torch.device | None = None,
     at: Key = (),
+    around: Group | None = None,
 ) -> TensorDict:
     """Return the `TensorDict` of ``tree``, which has indices of ``values`` at its leaves.
 
     Args:
         tree: As `nest` makes it.
         values: Tensors that all begin with ``shape``.
-        shape: The batch size, of nested parts without a group as well.
+        shape: The batch size, of nested parts outside any group as well.
         names: The names of its dimensions.
         groups: Nested parts with further dimensions, by key.
         device: Of all tensors, or ``None`` if the result is to have none.
         at: The key of ``tree``.
+        around: The group that it is in.
     """
     source: dict[str, Any] = {}
+    group = groups.get(at, around) if groups else None
     for name, part in tree.items():
         leaf = part.__class__ is int  # no call
         source[name] = (
-            values[part] if leaf else build(part, values, shape, names, groups, device, (*at, name))
+            values[part]
+            if leaf
+            else build(part, values, shape, names, groups, device, (*at, name), group)
         )
     named = None if names is None else [*names]
-    if groups and (group := groups.get(at)) is not None:
+    if group is not None:
         named = [*(named or [None] * len(shape)), *group.names]
         shape = torch.Size((*shape, *group.shape))
     return TensorDict._new_unsafe(source=source, batch_size=shape, names=named, device=device)

@@ -20,6 +20,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.proofs import qualified
 from gleanrl.policies.adapt import adapt
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
@@ -103,12 +104,11 @@ def acts_at_random(policy: Any) -> bool:
 
 def root_of(env: EnvLayout, probe: Window, device: torch.device | None = None) -> TensorDict:
     """Return the first row of ``probe`` as the TensorDict that a reset of ``env`` returns."""
-    root = TensorDict({}, batch_size=env.batch_shape)
-    for group in env.dones:
-        for key in group.keys():
-            root.set(key, torch.zeros((*env.batch_shape, *group.shape), dtype=torch.bool))
-    for field in env.observations:
-        root.set(field.key, batch_rows(probe, field.key, env.batch_shape)[0].clone())
+    shown = {
+        field.key: batch_rows(probe, field.key, env.batch_shape)[0].clone()
+        for field in env.observations
+    }
+    root = env_root(env, shown)
     return root if device is None or device.type == "cpu" else root.to(device)
 
 

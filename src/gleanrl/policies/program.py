@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.tensordicts import nest
+from gleanrl.memory.tensordicts import env_root, nest
 from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
 from gleanrl.operations.watch import equal, same_memory, writes_so_far
@@ -392,12 +392,7 @@ class _TensorDictOverRows:
         self._root = None
 
     def _first(self) -> TensorDictBase:
-        root = TensorDict({}, batch_size=self._env.batch_shape)
-        for group in self._env.dones:
-            for key in group.keys():
-                flags = torch.zeros((*self._env.batch_shape, *group.shape), dtype=torch.bool)
-                root.set(_name(key), flags.to(self._device))
-        return root
+        return env_root(self._env, {}, self._device)
 
 
 class _KeptOverRows(_TensorDictOverRows):

@@ -18,10 +18,9 @@ from gleanrl.core.protocols import Env, Policy, Pool, Source
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.libs.gym import GymEnv
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.serial import gym_source
+from gleanrl.envs.row_env import EnvRows, RowEnv
+from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
     TensorDictHandle,
@@ -29,7 +28,7 @@ from gleanrl.envs.tensordict import (
     needs_carrier,
     spec_leaves,
 )
-from gleanrl.envs.vector import NextStepPool
+from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.policy import (
     Actor,
     Shown,
@@ -78,16 +77,18 @@ class SourceBuilder:
     def _serve(self, made: Made) -> Source:
         if isinstance(made, TensorDictHandle):
             return self._serve_tensordicts(made)
-        if isinstance(made, GymnasiumEnv) and not self.options.fast:
-            handle = TensorDictHandle(_with_tensordicts(made))
+        members = None if isinstance(made, VectorAdapter) else made
+        if members is not None and not self.options.fast:
+            handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
             return self._serve_tensordicts(handle, judges=False, why="fast=False")
         check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         policy = self._policy(made, first)
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
-            if isinstance(made, GymnasiumEnv):
-                handle = TensorDictHandle(_with_tensordicts(made), root_of(made.layout, first))
+            if members is not None:
+                root = root_of(made.layout, first)
+                handle = TensorDictHandle(RowEnv(members), root, inner=made.inner)
                 return self._serve_tensordicts(handle, policy, judges=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
@@ -165,14 +166,11 @@ class SourceBuilder:
         return policy
 
 
-def _with_tensordicts(env: GymnasiumEnv) -> Any:
-    """Return the environments of ``env`` with TensorDict methods: the user's object if it has them.
-
-    Not if the collector was given options that the user's object was not made with.
-    """
-    source, inside = env.source(), gym_source(env.inner)
-    same = inside is not None and inside.options == source.options
-    return env.inner if same else GymEnv.of(source)
+def _with_tensordicts(rows: EnvRows) -> Any:
+    """Return the user's object around ``rows``, unless their data are to be stored otherwise."""
+    inside = rows_of(rows.face)
+    same = inside is not None and inside.options == rows.options
+    return rows.face if same else RowEnv(rows)
 
 
 def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: bool) -> Shown:

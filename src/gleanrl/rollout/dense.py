@@ -14,7 +14,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.vector import VectorAdapter
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.plan import RolloutPlan
 from gleanrl.rollout.source import BaseSource, explanation
@@ -115,7 +115,7 @@ class DenseRollout(BaseSource):
             parts = self._policy.explain()
         inner, count = self._env.inner, self._env.layout.num_envs
         env = f"{type(inner).__name__} of {count}, called as it is by its own step"
-        if isinstance(self._env, GymnasiumEnv):
+        if not isinstance(self._env, VectorAdapter):
             kind = type(inner[0] if isinstance(inner, list) else inner).__name__
             env = f"{count} x {kind}, stepped by its own methods without TensorDicts"
         rows = "rows: each field of a step is written to its place in the batch"

@@ -119,6 +119,7 @@ class RolloutPlan:
             finite={field.key for field in (*env.observations, *env.rewards)},
             rewards=env.rewards,
             root_fields=root_fields,
+            groups=(*env.groups, *(replace(g, key=next_key(g.key)) for g in env.groups)),
         )
 
     def _compose(self, roots: Iterable[Field], afters: Iterable[Field]) -> tuple[Field, ...]:

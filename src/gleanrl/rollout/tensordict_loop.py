@@ -77,7 +77,7 @@ class TensorDictRollout(BaseSource):
             EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
         env = handle.env
-        super().__init__(handle, env, actor.user, options)
+        super().__init__(handle, handle.inner, actor.user, options)
         self._handle, self._actor = handle, actor
         self._why = why
         self._batch = tuple(env.batch_size)
@@ -115,7 +115,7 @@ class TensorDictRollout(BaseSource):
         loop = f"one TensorDict, carried from step to step ({self._why}); "
         return explanation(
             loop + (fixed if self._plan else "steps have no fixed layout"),
-            f"{type(self.env).__name__}, called as it is by its TensorDict methods",
+            f"{self._handle.kind}, called as it is by its TensorDict methods",
             parts,
         )
 
@@ -168,7 +168,7 @@ class TensorDictRollout(BaseSource):
             try:
                 ended = step(tracker.due(t) if t == tracker.next_due else (), after)
             except Exception as err:
-                note(err, f"{type(handle.env).__name__} raised this at step {t} of the rollout")
+                note(err, f"{handle.kind} raised this at step {t} of the rollout")
                 raise
             if follow is not None:
                 follow()
@@ -303,7 +303,7 @@ class TensorDictRollout(BaseSource):
         for group in self._handle.ends.groups:
             key = (NEXT, *group.prefix, *TRUNCATED)
             if not group.truncated and any(step.get(key, None) is not None for step in steps):
-                name = f"{type(self.env).__name__} returned {format_key(key)}"
+                name = f"{self._handle.kind} returned {format_key(key)}"
                 raise EnvError(f"{name}. {DECLARE_TRUNCATED}")
 
     def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:

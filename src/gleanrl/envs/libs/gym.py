@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import REWARD, Key, next_key
-from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observation_dtype
-from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, build, closed_on_error
-from gleanrl.envs.gymnasium import FLAGS, GymnasiumEnv, GymSource
-from gleanrl.envs.row_env import RowEnv, write_inputs
+from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.row_env import RowEnv
 from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
 
@@ -37,6 +32,8 @@ class GymEnv(RowEnv):
         >>> env.rollout(3)["observation"].shape
         torch.Size([3, 4])
     """
+
+    rows: GymnasiumEnv
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class GymEnv(RowEnv):
             )
         if from_pixels and not isinstance(env, gym.Env):
             make_kwargs.setdefault("render_mode", "rgb_array")
-        self._envs: list[gym.Env[Any, Any]] = []
+        envs: list[gym.Env[Any, Any]] = []
         batch = (num_envs,) if num_envs else ()
         ours: list[gym.Env[Any, Any]] = []
         with closed_on_error(ours):
@@ -88,76 +85,21 @@ class GymEnv(RowEnv):
                 if made is not env:
                     ours.append(made)
                 made = made if frame_skip in (None, 1) else FrameSkip(made, frame_skip)
-                self._envs.append(Pixels(made, pixels_only) if from_pixels else made)
+                envs.append(Pixels(made, pixels_only) if from_pixels else made)
             options = GymOptions(
                 categorical_action_encoding=categorical_action_encoding,
                 observation_dtype=observation_dtype,
                 info_keys=info_keys,
             )
-            self._take(GymSource(tuple(self._envs), batch, options), device)
-
-    @classmethod
-    def of(cls, source: GymSource) -> GymEnv:
-        """Return a batch of environments that are built already, taken over."""
-        env = cls.__new__(cls)
-        env._envs = list(source.envs)
-        env._take(source, None)
-        return env
-
-    def _take(self, source: GymSource, device: torch.device | str | None) -> None:
-        self.batch = GymnasiumEnv(source)
-        """The adapter that steps the environments. Internal to the package."""
-        layout = self.batch.layout
-        self.info_entries = tuple(layout.infos)
-        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
-        after = [replace(field, key=next_key(field.key)) for field in (*layout.rewards, *flags)]
-        self.fields = (*layout.observations, *layout.actions, *flags, *after)
-        """Its row. Internal to the package."""
-        super().__init__(device=device, batch_size=source.batch_shape)
-        self.bind(Window.allocate(self.fields, layout.num_envs, 1))
-        self._declare(*self.batch.specs())
+            super().__init__(GymnasiumEnv(envs, batch, options), device=device)
 
     @property
     def members(self) -> tuple[gym.Env[Any, Any], ...]:
         """The Gymnasium environments inside, wrappers included."""
-        return tuple(self._envs)
-
-    def bind(self, window: Window) -> None:
-        """Step in ``window`` from now on, which is one step long. Internal to the package."""
-
-        def view(key: Key) -> torch.Tensor:
-            tensor = window.tensor(key)
-            return tensor.view((*self._batch, *tensor.shape[2:]))
-
-        self._window = window
-        self.batch.bind(window)
-        shown = {field.key: view(field.key) for field in self.batch.layout.observations}
-        self._root = shown | {key: view(key) for key in FLAGS}
-        self._after = shown | {key: view(next_key(key)) for key in (REWARD, *FLAGS)}
-        self._given = {key: view(key) for key in self.batch.action_specs}
-
-    # -- stepping --------------------------------------------------------------------------------
-
-    def _advance(self, data: TensorDictBase) -> None:
-        write_inputs(data, self._given)
-        self.batch.advance()
-
-    def _restart(
-        self, data: TensorDictBase | None, chosen: torch.Tensor | None, options: Mapping[str, Any]
-    ) -> None:
-        envs = None if chosen is None else torch.nonzero(chosen.flatten()).flatten().tolist()
-        self.batch.reset(self._window, envs, **options)
-
-    # -- life ------------------------------------------------------------------------------------
-
-    def _set_seed(self, seed: Any, static: bool = False) -> None:
-        self.batch.seed(seed, static)
-
-    def _close(self) -> None:
-        self.batch.close()
+        return tuple(self.rows.envs)
 
     def __repr__(self) -> str:
-        inside = self._envs[0]
+        inside = self.members[0]
         name = inside.spec.id if inside.spec is not None else str(inside)
         return f"GymEnv({name!r}, batch_size={tuple(self.batch_size)}, device={self.device})"
 

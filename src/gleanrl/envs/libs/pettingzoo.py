@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
 
-from gleanrl.core.errors import ConfigError, EnvError, PolicyError, UnknownEnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, format_key
-from gleanrl.core.layout import Group
+from gleanrl.core.errors import ConfigError, EnvError, UnknownEnvError, note
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
 from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
-from gleanrl.core.window import Array
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import EnvBase, close_all
+from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
-from gleanrl.envs.specs import Binary, Composite, TensorSpec, Unbounded
-from gleanrl.envs.stock import is_stock, stock
-from gleanrl.envs.tensordict import spec_trees, widened
+from gleanrl.envs.specs import Binary, Categorical, Unbounded
+from gleanrl.envs.stock import stock
 from gleanrl.envs.validation import NUMBERS, check_reset
 from gleanrl.envs.writers import LeafWriter
-from gleanrl.memory.tensordicts import tensordict_over
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)
@@ -54,7 +52,7 @@ class MarlGroupMapType(enum.Enum):
 
 
 @stock
-class PettingZooEnv(EnvBase):
+class PettingZooEnv(RowEnv):
     """A PettingZoo environment, parallel or turn-based (AEC).
 
     Similar agents form a group, with a nested TensorDict of its own: ``(group,
@@ -73,7 +71,7 @@ class PettingZooEnv(EnvBase):
         torch.Size([3, 3, 1])
     """
 
-    _returns_all = True
+    rows: PettingZooRows
 
     def __init__(
         self,
@@ -114,162 +112,41 @@ class PettingZooEnv(EnvBase):
                 that do not fit together.
             EnvError: agents are absent at first, and there is no mask to say so.
         """
-        super().__init__(device=device)
         env: Any = _make(task, parallel, make_kwargs)
-        self.parallel = not _is_a(env, "AECEnv")
-        if not self.parallel and use_mask is False:
+        parallel = not _is_a(env, "AECEnv")
+        if not parallel and use_mask is False:
             raise ConfigError(
                 "use_mask=False: a turn-based environment needs the mask, which says whose turn it "
                 "is; drop the argument"
             )
-        self.done_on_any = self.parallel if done_on_any is None else done_on_any
-        self.use_mask = not (self.parallel and self.done_on_any) if use_mask is None else use_mask
-        self.return_state = return_state
-        self.categorical_actions = categorical_actions
-        self.group_map = _grouped(group_map, list(env.possible_agents), self.parallel)
-        agents = [agent for names in self.group_map.values() for agent in names]
-        game = _Game(env, env if self.parallel else _Turns(env), agents, self.done_on_any)
+        any_ends = parallel if done_on_any is None else done_on_any
+        masked = not (parallel and any_ends) if use_mask is None else use_mask
+        groups = _grouped(group_map, list(env.possible_agents), parallel)
+        agents = [agent for names in groups.values() for agent in names]
+        game = _Game(env, env if parallel else _Turns(env), agents, any_ends)
         game.seed = None if seed is None else check_int("seed", seed, least=0)
         game.restart({})
         game.fresh = True
         absent = sorted(set(agents) - set(game.alive))
-        if absent and not self.use_mask:
+        if absent and not masked:
             raise EnvError(f"agents {absent} do not take part at first; pass use_mask=True")
-        self._take([game])
-
-    @classmethod
-    def joined(cls, envs: Sequence[Any]) -> PettingZooEnv | None:
-        """Return single environments as one batch, taken over; ``None`` if they are not alike."""
-        first = envs[0]
-        if any(not isinstance(env, PettingZooEnv) or env.batch_size for env in envs):
-            return None
-        if not is_stock(*envs) or any(env._alike() != first._alike() for env in envs):
-            return None
-        batch: PettingZooEnv = copy.copy(first)
-        batch._batch = torch.Size((len(envs),))
-        batch._take([env._games[0] for env in envs])
-        return batch
-
-    def _alike(self) -> tuple[Any, ...]:
-        own = self.group_map, self.done_on_any, self.use_mask, self.device, self.specs_assigned
-        return *own, spec_trees(self)
-
-    def _take(self, games: list[_Game]) -> None:
-        self._games = games
-        self._groups = [
-            _Agents(name, agents, games, self.categorical_actions)
-            for name, agents in self.group_map.items()
-        ]
-        self._sizes = [Group((g.name,), (len(g.agents),), (None,)) for g in self._groups]
-        self._declare(*(widened(tree, self._batch) for tree in self._specs()))
-
-    def _specs(self) -> list[Composite]:
-        """Return the specs of one environment."""
-        shown, acted, rewarded, ended = (Composite() for _ in range(4))
-        flag = Binary(shape=(1,), dtype=torch.bool)
-        ended.update({key: flag.clone() for key in _FLAGS})
-        for group in self._groups:
-            n, seen = len(group.agents), group.specs()
-            if self.use_mask:
-                seen[ALIVE] = Binary(shape=(), dtype=torch.bool)
-            rewards, flags = {REWARD: Unbounded((1,))}, dict.fromkeys(_FLAGS, flag)
-            found: list[Any] = [seen, group.actions.specs, rewards, flags]
-            for tree, specs in zip((shown, acted, rewarded, ended), found, strict=True):
-                own = {key: spec.expand(n, *spec.shape) for key, spec in specs.items()}
-                tree.set(group.name, Composite(own, shape=(n,)))
-        if self.return_state:
-            state = torch.as_tensor(self.env.state())
-            shown.set("state", Unbounded(state.shape, dtype=state.dtype))
-        return [shown, acted, rewarded, ended]
+        options = _Options(groups, any_ends, masked, return_state, categorical_actions)
+        super().__init__(PettingZooRows([game], (), options), device=device)
+        self.parallel, self.group_map = parallel, groups
 
     @property
     def members(self) -> tuple[Any, ...]:
         """The PettingZoo environments inside, wrappers included."""
-        return tuple(game.env for game in self._games)
+        return tuple(game.env for game in self.rows.games)
 
     @property
     def env(self) -> Any:
-        """The PettingZoo environment; the first, if this is a batch of them."""
-        return self._games[0].env
-
-    # -- stepping --------------------------------------------------------------------------------
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = self._games
-        if mask is not None:  # that of the root: single agents are not reset
-            flat = mask.reshape(len(chosen), -1).any(1).tolist()
-            chosen = [game for game, wanted in zip(chosen, flat, strict=True) if wanted]
-        for game in chosen:
-            if not game.fresh or options:
-                game.restart(options)
-            game.fresh = False
-        return self._pack()
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        moves: list[Moves] = [{} for _ in self._games]
-        for group in self._groups:
-            group.add_moves(moves, tensordict)
-        rewards = [game.step(own) for game, own in zip(self._games, moves, strict=True)]
-        return self._pack(rewards)
-
-    def _pack(self, rewards: Sequence[Moves] | None = None) -> TensorDictBase:
-        games, start = self._games, 0
-        data: dict[Key, Array] = {}
-        flags = np.stack([game.flags for game in games], 1)
-        for group in self._groups:
-            name, end = group.name, start + len(group.agents)
-            group.show(data)
-            if self.use_mask:
-                acting = [[agent in game.acting for agent in group.agents] for game in games]
-                data[name, *ALIVE] = np.array(acting)
-            for key, own in zip(_FLAGS, flags, strict=True):
-                data[name, *key] = own[:, start:end]
-            if rewards is not None:
-                data[name, *REWARD] = _narrow(
-                    [[r.get(a, 0.0) for a in group.agents] for r in rewards]
-                )
-            start = end
-        over = np.array([game.over for game in games])
-        for index, key in enumerate(_FLAGS):
-            data[key] = over[:, index : index + 1]
-        if self.return_state:
-            data[("state",)] = np.stack([game.env.state() for game in games])
-        tensors = {key: torch.from_numpy(value) for key, value in data.items()}
-        if not self._batch:
-            tensors = {key: value[0] for key, value in tensors.items()}
-        packed = tensordict_over(tensors, self._batch, [None] * len(self._batch), self._sizes)
-        return packed if self.device is None else packed.to(self.device)
-
-    def maybe_reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reset where the root's end flag is set; flags of single agents reset nothing."""
-        done = tensordict.get("done")
-        return self.reset(tensordict.set("_reset", done)) if bool(done.any()) else tensordict
-
-    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw actions among the currently allowed ones."""
-        for group in self._groups:
-            if group.allowed is not None:
-                allowed = torch.from_numpy(group.allowed).reshape(
-                    *self._batch, *group.allowed.shape[1:]
-                )
-                for spec in self._env_specs.action[group.name].values(True, True):
-                    spec.update_mask(allowed)
-        return super().rand_action(tensordict)
-
-    # -- life ------------------------------------------------------------------------------------
-
-    def _set_seed(self, seed: Any, static: bool = False) -> None:
-        for index, game in enumerate(self._games):
-            game.seed, game.fresh = seed if static else seed + index, False
-
-    def _close(self) -> None:
-        close_all(self.members)
+        """The PettingZoo environment."""
+        return self.members[0]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {len(agents)}" for name, agents in self.group_map.items())
-        batch = f"batch_size={tuple(self.batch_size)}, device={self.device}"
-        return f"{type(self).__name__}({self.env}, agents={{{sizes}}}, {batch})"
+        return f"{type(self).__name__}({self.env}, agents={{{sizes}}}, device={self.device})"
 
 
 class PettingZooWrapper(PettingZooEnv):
@@ -278,6 +155,167 @@ class PettingZooWrapper(PettingZooEnv):
     def __init__(self, env: Any, **options: Any) -> None:
         """Take over ``env``; ``options`` are those of `PettingZooEnv`."""
         super().__init__(env, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How games are shown; those with the same options can be one batch."""
+
+    group_map: Mapping[str, Sequence[str]]
+    done_on_any: bool
+    use_mask: bool
+    return_state: bool
+    categorical_actions: bool
+
+
+class PettingZooRows(EnvRows):
+    """Steps ``P`` games with the same agents."""
+
+    def __init__(
+        self,
+        games: Sequence[_Game],
+        batch_shape: tuple[int, ...],
+        options: _Options,
+        face: EnvBase | None = None,
+    ) -> None:
+        """Take over ``games``, which were reset.
+
+        Args:
+            games: The spaces of the first are read.
+            batch_shape: ``()`` for a single one.
+            options: How they are shown.
+            face: The user's environment, if these were taken out of it.
+
+        Raises:
+            ConfigError: agents of one group that differ.
+            EnvError: an observation that its space does not declare.
+        """
+        self.games, self.face, self.options = games, face, options
+        self._groups = [
+            _Agents(name, agents, games, options) for name, agents in options.group_map.items()
+        ]
+        groups = self._groups
+        self.observation_specs = {k: spec for group in groups for k, spec in group.shown.items()}
+        self.action_specs = {k: spec for group in groups for k, spec in group.acted.items()}
+        if options.return_state:
+            state = torch.as_tensor(games[0].env.state())
+            self.observation_specs[("state",)] = Unbounded(state.shape, dtype=state.dtype)
+        ends = [DoneGroup((group.name,), (len(group.agents), 1)) for group in groups]
+        # An agent's flags stay while the episode of the others goes on, as observations do.
+        flags = [Field(key, end.shape, torch.bool) for end in ends for key in end.keys()]
+        shown, acted = (
+            [Field(key, tuple(spec.shape), spec.dtype) for key, spec in specs.items()]
+            for specs in (self.observation_specs, self.action_specs)
+        )
+        self.layout = EnvLayout(
+            batch_shape=batch_shape,
+            observations=(*shown, *flags),
+            actions=tuple(acted),
+            rewards=tuple(
+                Field((group.name, *REWARD), (len(group.agents), 1), torch.float32)
+                for group in groups
+            ),
+            dones=(DoneGroup(()), *ends),
+            infos=[field.key for field in flags],
+            groups=tuple(Group((g.name,), (len(g.agents),), (None,)) for g in groups),
+        )
+
+    def joined(
+        self, others: Sequence[EnvRows], face: EnvBase, options: Any, fresh: bool
+    ) -> PettingZooRows | None:
+        parts = [part for part in (self, *others) if isinstance(part, PettingZooRows)]
+        own = self.options
+        if len(parts) <= len(others) or any(part.options != own for part in parts):
+            return None
+        games = [game for part in parts for game in part.games]
+        return PettingZooRows(games, tuple(face.batch_size), own, face)
+
+    def begin(self, window: Window, carry: Window) -> None:
+        super().begin(window, carry)
+        there = window.keys()
+        self._rows = {
+            field.key: (
+                window.rows(field.key)[1:] + carry.rows(field.key),
+                window.rows(next_key(field.key)) if next_key(field.key) in there else None,
+            )
+            for field in self.layout.observations
+        }
+        self._over = [window.rows(next_key(key)) for key in _FLAGS]
+        self._rewards = [window.rows(next_key(field.key)) for field in self.layout.rewards]
+        for group in self._groups:
+            group.begin(window)
+
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
+        rewards = self._play(t)
+        for index in cut:
+            self.games[index].cut()
+        for rows, group in zip(self._rewards, self._groups, strict=True):
+            rows[t][...] = _narrow([[r.get(a, 0.0) for a in group.agents] for r in rewards])
+        for key, values in self._show(self.games).items():
+            root, after = self._rows[key]
+            root[t][...] = values
+            if after is not None:
+                after[t][...] = values
+        ended = [index for index, game in enumerate(self.games) if game.over[0]]
+        for index in ended:
+            for rows, flag in zip(self._over, self.games[index].over, strict=True):
+                rows[t][index] = flag
+        if ended and resets:
+            began = monotonic()
+            for key, values in self._restarted(ended, {}).items():
+                self._rows[key][0][t][ended] = values
+            self.reset_s += monotonic() - began
+        return ended
+
+    def _play(self, t: int) -> list[Moves]:
+        """Step every game with the actions in row ``t``; return the rewards."""
+        moves: list[Moves] = [{} for _ in self.games]
+        for group in self._groups:
+            group.add_moves(moves, t)
+        rewards = []
+        for index, (game, own) in enumerate(zip(self.games, moves, strict=True)):
+            try:
+                rewards.append(game.step(own))
+            except Exception as err:
+                note(err, f"environment {index} raised this; its actions were {own!r:.200}")
+                raise
+        return rewards
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        chosen = list(range(len(self.games)) if envs is None else envs)
+        for key, values in self._restarted(chosen, options).items() if chosen else ():
+            carry.rows(key)[0][chosen] = values
+
+    def _restarted(self, chosen: Sequence[int], options: Mapping[str, Any]) -> dict[Key, Array]:
+        games = [self.games[index] for index in chosen]
+        for game in games:
+            if not game.fresh or options:
+                game.restart(options)
+            game.fresh = False
+        return self._show(games)
+
+    def _show(self, games: Sequence[_Game]) -> dict[Key, Array]:
+        """Return the root entries of ``games``."""
+        data: dict[Key, Array] = {}
+        flags, start = np.stack([game.flags for game in games], 1), 0
+        for group in self._groups:
+            end = start + len(group.agents)
+            group.show(data, games)
+            for key, own in zip(_FLAGS, flags, strict=True):
+                data[group.name, *key] = own[:, start:end]
+            start = end
+        if self.options.return_state:
+            data[("state",)] = np.stack([game.env.state() for game in games])
+        return data
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        seed = check_int("seed", seed, least=0)
+        for index, game in enumerate(self.games):
+            game.seed, game.fresh = seed if static else seed + index, False
+        return seed if static else seed + len(self.games) - 1
+
+    def close(self) -> None:
+        close_all(game.env for game in self.games)
 
 
 class _Game:
@@ -329,6 +367,12 @@ class _Game:
         self._choose()
         return rewards
 
+    def cut(self) -> None:
+        """Truncate the episode, unless it is over."""
+        if not self.over[0]:
+            self.flags[0] = self.flags[2] = True
+            self.over = (True, False, True)
+
     def _choose(self) -> None:
         turn = self._play.turn if isinstance(self._play, _Turns) else self.alive
         self.acting = () if self.over[0] else turn
@@ -360,7 +404,11 @@ class _Agents:
     """One group of every game: agents with the same observation and action spaces."""
 
     def __init__(
-        self, name: str, agents: Sequence[str], games: Sequence[_Game], categorical: bool
+        self,
+        name: str,
+        agents: Sequence[str],
+        games: Sequence[_Game],
+        options: _Options,
     ) -> None:
         """Read the spaces of ``agents``; ``games`` were reset.
 
@@ -373,50 +421,56 @@ class _Agents:
         observed, acted = (
             _same(name, agents, kind) for kind in (env.observation_space, env.action_space)
         )
-        self._spaces = {leaf.key: leaf for leaf in observation_leaves(observed)}
-        mask = self._spaces.pop(ALLOWED, None)
-        found = [(leaf, leaf_field(leaf)) for leaf in self._spaces.values()]
+        spaces_of = {leaf.key: leaf for leaf in observation_leaves(observed)}
+        mask = spaces_of.pop(ALLOWED, None)
+        found = [(leaf, leaf_field(leaf)) for leaf in spaces_of.values()]
         self._readers = [(field, LeafWriter(leaf, field, casts=True).read) for leaf, field in found]
-        self.actions = Actions(acted, len(agents) * len(games), categorical)
         for agent in set(agents) & set(first):
             for _, read in self._readers:
                 read(f"agent {agent!r}", (first[agent],))
+        self._decode = Actions(acted, len(agents) * len(games), options.categorical_actions)
+        specs = {key: space_spec(leaf.space) for key, leaf in spaces_of.items()}
         told = any("action_mask" in info for info in games[0].infos.values())
-        self._in_info = mask is None
-        self.allowed: Array | None = None
-        """The currently allowed actions, ``[n_games, n_agents, n_actions]``."""
-        if mask is not None:
-            self.allowed = np.ones((len(games), len(agents), *(mask.space.shape or ())), bool)
-        elif told and isinstance(acted, spaces.Discrete):
-            self.allowed = np.ones((len(games), len(agents), int(acted.n)), bool)
+        self._in_info, size = mask is None, None if mask is None else mask.space.shape
+        if mask is None and told and isinstance(acted, spaces.Discrete):
+            size = (int(acted.n),)
+        self._allowed: dict[int, Array] = {}
+        """By game, the currently allowed actions, ``[n_agents, n_actions]``."""
+        self.acted = self._of_agents(self._decode.specs)
+        """The specs of actions, which hold what is currently allowed."""
+        if size is not None:
+            allowed = np.ones((len(games), len(agents), *size), bool)
+            self._allowed = {id(game): own for game, own in zip(games, allowed, strict=True)}
+            specs[ALLOWED] = Binary(shape=size, dtype=torch.bool)
+            for spec in self.acted.values():
+                if isinstance(spec, Categorical):
+                    spec.update_mask(torch.from_numpy(allowed))
+                    spec.stepwise = False
+        self._masked = options.use_mask
+        if self._masked:
+            specs[ALIVE] = Binary(shape=(), dtype=torch.bool)
+        self.shown = self._of_agents(specs)
+        """The specs of observations."""
 
-    def specs(self) -> dict[Key, TensorSpec]:
-        """Return the specs of one agent's data."""
-        found = {key: space_spec(leaf.space) for key, leaf in self._spaces.items()}
-        if self.allowed is not None:
-            found[ALLOWED] = Binary(shape=self.allowed.shape[2:], dtype=torch.bool)
-        return found
+    def _of_agents(self, specs: Mapping[Key, Any]) -> dict[Key, Any]:
+        n = len(self.agents)
+        return {(self.name, *key): spec.expand(n, *spec.shape) for key, spec in specs.items()}
 
-    def add_moves(self, moves: Sequence[Moves], tensordict: TensorDictBase) -> None:
-        """Add each agent's action to the moves of its game."""
-        part, n = tensordict.get(self.name), len(self.agents)
-        rows = []
-        for key, spec in self.actions.specs.items():
-            action, shape = part.get(key).detach().cpu().numpy(), (len(moves) * n, *spec.shape)
-            if action.size != math.prod(shape):
-                wants = (*tensordict.batch_size, n, *spec.shape)
-                raise PolicyError(
-                    f"the policy wrote {format_key((self.name, *key))} with shape "
-                    f"{action.shape}; the environment wants {wants}: an action of each agent"
-                )
-            rows.append(action.reshape(shape))
-        values = self.actions.decode(rows)
+    def begin(self, window: Window) -> None:
+        """Bind to the actions in ``window``."""
+        self._rows = [window.rows(key) for key in self.acted]
+
+    def add_moves(self, moves: Sequence[Moves], t: int) -> None:
+        """Add each agent's action in row ``t`` to the moves of its game."""
+        n = len(self.agents)
+        rows = [own[t].reshape(len(moves) * n, *own[t].shape[2:]) for own in self._rows]
+        values = self._decode.decode(rows)
         for index, own in enumerate(moves):
             own.update(zip(self.agents, values[index * n : index * n + n], strict=True))
 
-    def show(self, data: dict[Key, Array]) -> None:
-        """Add the agents' observations to ``data``; zero for agents without one."""
-        agents, games = self.agents, self._games
+    def show(self, data: dict[Key, Array], games: Sequence[_Game]) -> None:
+        """Add the agents' observations in ``games`` to ``data``; zero for agents without one."""
+        agents = self.agents
         for field, read in self._readers:
             rows = np.zeros((len(games), len(agents), *field.shape), field.numpy_dtype)
             for mine, game in zip(rows, games, strict=True):
@@ -424,16 +478,25 @@ class _Agents:
                     if agent in game.observations:
                         mine[index] = read(f"agent {agent!r}", (game.observations[agent],))
             data[self.name, *field.key] = rows
-        if self.allowed is not None:
-            # Agents that do not act, or have no choice, may do anything: something must be drawn.
-            self.allowed = np.ones_like(self.allowed)
-            for mine, game in zip(self.allowed, games, strict=True):
-                said = game.infos if self._in_info else game.observations
-                for index, agent in enumerate(agents):
-                    told = said.get(agent, {}).get("action_mask") if agent in game.acting else None
-                    if told is not None and np.any(told):
-                        mine[index] = told
-            data[self.name, *ALLOWED] = self.allowed
+        if self._masked:
+            acting = [[agent in game.acting for agent in agents] for game in games]
+            data[self.name, *ALIVE] = np.array(acting)
+        if self._allowed:
+            data[self.name, *ALLOWED] = np.stack([self._allow(game) for game in games])
+
+    def _allow(self, game: _Game) -> Array:
+        """Note what is allowed in ``game`` now.
+
+        Agents that do not act, or have no choice, may do anything: something must be drawn.
+        """
+        allowed = self._allowed[id(game)]
+        allowed.fill(True)
+        said = game.infos if self._in_info else game.observations
+        for index, agent in enumerate(self.agents):
+            told = said.get(agent, {}).get("action_mask") if agent in game.acting else None
+            if told is not None and np.any(told):
+                allowed[index] = told
+        return allowed
 
 
 def _narrow(rewards: Sequence[Sequence[Any]]) -> Array:
