@@ -276,6 +276,18 @@ def test_everything_can_be_asked_while_it_runs(make, kind):
     rig.until(lambda: rb.write_count > count)
 
 
+@every_kind
+def test_a_state_counts_all_rows_of_the_buffer(make, kind):
+    """So ids of trajectories that a collector with that state begins are in no row yet."""
+    rb = buffer()
+    with make(kind, rb) as collector:
+        for _ in range(3):
+            collector.next()
+            state = collector.state_dict()
+            assert state["frames"] == rb.write_count
+    assert state["frames"] == rb.write_count
+
+
 # -- weights ---------------------------------------------------------------------------------------
 
 

@@ -758,11 +758,17 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """Carry out commands that begin new trajectories; discard rollouts under way."""
         self._touched = self._moved = True
         with self._engine.turn(None):
-            while self._plan.fills and not self._engine.gather.idle:
-                self._collect(feed=False)  # it is in the buffer, or will be
+            self._finish_filling()
             self._ready.clear()
             self._pipeline.forget()
             return self._engine.restart(commands, self._budget)
+
+    def _finish_filling(self) -> None:
+        """Collect the rollouts under way that workers write to the buffer, and count their rows."""
+        while self._plan.fills and not self._engine.gather.idle:
+            delivered = self._collect(feed=False)
+            if not self.is_running():
+                self._ready += delivered
 
     def state_dict(self) -> dict[str, Any]:
         """Return policy and environment state, counters, statistics, versions and random streams.
@@ -780,7 +786,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
                 "state: keep the state_dict() from after each batch"
             )
-        with self._engine.turn(None):  # what is filled in the background has all that is counted
+        with self._engine.turn(None):
+            self._finish_filling()  # the state counts every row that is in the buffer
             states = self._states()
             counts = {"frames": self._budget.delivered, "iter": self._batches}
             return {**states, **counts, "statistics": self._watching.state_dict()}
