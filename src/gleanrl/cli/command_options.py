@@ -140,15 +140,15 @@ class RunOptions:
     policy: str = option(
         "random|FILE.py:NAME",
         str,
-        "what acts: 'random', or NAME in a Python file: an nn.Module, a callable, or a class or "
-        "function that makes one when called without arguments",
+        "the policy: 'random', or NAME in a Python file, which is an nn.Module, a callable, or a "
+        "class or function without arguments that makes one",
         "random",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectOptions(RunOptions):
-    """Run a policy in an environment; show, and with --out keep, what happens.
+    """Run a policy in an environment and show returns and speed; --out keeps the frames.
 
     ENV is a Gymnasium id; 'module:id' imports the module that registers it first.
 
@@ -161,19 +161,19 @@ class CollectOptions(RunOptions):
       gleanrl collect CartPole-v1 --policy my_policy.py:make_policy --seed 0
           call make_policy() for the policy; the same seed gives the same frames
       gleanrl collect CartPole-v1 --workers 4 --num-envs 16
-          64 environments in four processes; --async takes what is there first, so that
-          no worker waits for another ('gleanrl bench' says what is fastest here)
+          64 environments in four processes; with --async no worker waits for another
+          ('gleanrl bench' finds the fastest numbers on this machine)
       gleanrl collect CartPole-v1 --backend distributed --nodes 8 --launcher submitit --async
           eight Slurm jobs; with --backend ray, eight actors
 
-    Frames of several environments are stored batch after batch; in a batch environment after
-    environment, each with its steps in order. ("collector", "traj_ids") tells episodes apart, and
-    modulo the number of environments it is the environment.
+    Frames of several environments are stored batch by batch, within a batch environment by
+    environment, and within an environment step by step. ("collector", "traj_ids") is the number of
+    the episode; modulo the number of environments it is the number of the environment.
 
-    Ctrl-C stops after the current step; what was collected until then is kept.
+    Ctrl-C stops after the current step and keeps all frames collected until then.
     """
 
-    num_envs: int = option("N", count, "environments at once, of each worker if there are any", 1)
+    num_envs: int = option("N", count, "environments that are stepped together, in each worker", 1)
     workers: int | None = option(
         "N",
         count,
@@ -181,18 +181,18 @@ class CollectOptions(RunOptions):
         "process)",
     )
     explain: bool = option(
-        "", bool, "say which parts of ENV and policy are called as they are; collect nothing"
+        "", bool, "list the parts of ENV and policy that are called unmodified; collect nothing"
     )
     asynchronous: bool = option(
         "",
         bool,
-        "take the rollouts of workers or nodes as they come, instead of one of each at a time",
+        "take each rollout of a worker or node on arrival, instead of one of each at a time",
         flag="--async",
     )
     backend: str = option(
         "",
         ("process", "distributed", "ray"),
-        "where workers are: processes here, nodes over torch.distributed, or actors of Ray",
+        "kind of workers: processes of this machine, nodes over torch.distributed, or Ray actors",
         "process",
     )
     nodes: int | None = option(
@@ -201,7 +201,7 @@ class CollectOptions(RunOptions):
     launcher: str = option(
         "",
         ("mp", "submitit"),
-        "what starts distributed nodes: processes of this machine, or Slurm jobs",
+        "kind of distributed nodes: processes of this machine, or Slurm jobs",
         "mp",
     )
     frames: int = option(
@@ -214,7 +214,9 @@ class CollectOptions(RunOptions):
         "S", seed, "seed of environments and policy (default: drawn, and printed)"
     )
     out: Path | None = option("DIR", Path, "keep the frames in DIR, a new directory")
-    format: str = option("", FORMATS, "what --out writes; see convert --help", "tensordict")
+    format: str = option(
+        "", FORMATS, "format of the dataset in --out; see convert --help", "tensordict"
+    )
     command: str = ""
     """The command line that repeats this command."""
 
@@ -231,11 +233,11 @@ class CollectOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(RunOptions):
-    """Measure a few numbers of workers and environments; say what is fastest here.
+    """Try numbers of workers and environments, and print the fastest on this machine.
 
     Each setting runs for some seconds: environments in this process, in synchronous workers, and
-    the fastest of these as asynchronous workers. Nothing is learned meanwhile; a learner that is
-    busy leaves asynchronous workers collecting and synchronous ones waiting.
+    the fastest of these as asynchronous workers. No learner runs meanwhile. While a
+    learner is busy, asynchronous workers collect and synchronous ones wait.
 
     Examples:
       gleanrl bench CartPole-v1
@@ -244,7 +246,7 @@ class BenchOptions(RunOptions):
       gleanrl bench Pendulum-v1 --workers 1,2,4 --num-envs 1,8,32 --out bench.json
     """
 
-    seconds: float = option("S", seconds, "how long each setting runs", 3.0)
+    seconds: float = option("S", seconds, "seconds per setting", 3.0)
     workers: tuple[int, ...] | None = option(
         "LIST", counts, "numbers of worker processes to try (default: half the cores and all)"
     )
@@ -256,7 +258,7 @@ class BenchOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Say what a directory written by 'collect --out' holds; plot its returns.
+    """Describe a dataset of 'collect --out' or a Recorder, and plot its returns.
 
     Examples:
       gleanrl inspect data/pendulum
@@ -267,9 +269,9 @@ class InspectOptions:
     Nothing in the directory is executed or unpickled.
     """
 
-    directory: Path = argument("DIR", Path, "written by collect --out")
+    directory: Path = argument("DIR", Path, "the directory of the dataset")
     plot: Path | None = option(
-        "FILE.png", Path, "where to plot returns over frames (default: DIR/returns.png)"
+        "FILE.png", Path, "file of the plot of returns over frames (default: DIR/returns.png)"
     )
     html: Path | None = option(
         "FILE.html", Path, "write a page of plots: one file that needs no network"
@@ -278,10 +280,9 @@ class InspectOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Write a dataset in another format, also one whose recording was killed; keep SOURCE.
+    """Write a dataset in another format, also after a killed recording; keep SOURCE.
 
-    A recording that ended by kill -9 or a full disk is readable as it is, but not yet in its
-    format.
+    A recording that ended by kill -9 or a full disk is readable, but not yet in its format.
 
     Examples:
       gleanrl convert data/pendulum data/pendulum-parquet --format parquet
@@ -293,7 +294,7 @@ class ConvertOptions:
     format: str = option(
         "",
         FORMATS,
-        "what TARGET holds: a memory-mapped TensorDict, a Minari dataset (its directory ends in "
+        "format of TARGET: a memory-mapped TensorDict, a Minari dataset (its directory ends in "
         "NAME-v0), or Parquet files",
         "tensordict",
     )
@@ -301,14 +302,13 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions:
-    """Watch a running collection: its workers, rates, returns, and where the time goes.
+    """Watch a running collection: workers, rates, returns and shares of time.
 
-    A collector of this user can be watched without preparing it; GLEANRL_TOP=0 in its environment
-    forbids that. Without PID, several processes that collect are listed. q or Ctrl-C ends.
+    Collectors of the same user need no preparation; GLEANRL_TOP=0 in their environment disables
+    this. Without PID, the command lists the processes if several collect. q or Ctrl-C ends it.
 
-    env, policy, transfer and wait are shares of a worker's time; lag is how many policy versions
-    old the weights of the newest batch were; returns and lengths are means of the last 100
-    episodes.
+    env, policy, transfer and wait are shares of a worker's time. lag is the age of the newest
+    batch's weights, in policy versions. Returns and lengths are means of the last 100 episodes.
 
     Examples:
       gleanrl top
@@ -322,29 +322,30 @@ class TopOptions:
     )
     once: bool = option("", bool, "print the state once, as text, and end")
     json: bool = option("", bool, "print the state once, as JSON, and end")
-    every_s: float = option("S", seconds, "seconds between two looks", 1.0, "--every")
+    every_s: float = option("S", seconds, "seconds between two updates", 1.0, "--every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Be a node of a DistributedCollector: run its environments and policy here.
+    """Run environments and policy of a DistributedCollector as one of its nodes.
 
-    For collectors with launcher="manual", which print these commands. The secret of the learner has
-    to be in the environment variable GLEANRL_SECRET. Without --node the number is that in
+    A collector with launcher="manual" prints these commands. The learner's secret must be in the
+    environment variable GLEANRL_SECRET. Without --node, the number of the node comes from
     GLEANRL_NODE, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or JOB_COMPLETION_INDEX.
 
     Examples:
       gleanrl node 10.0.0.5:10003 --node 0
       mpirun -n 8 -x GLEANRL_SECRET gleanrl node 10.0.0.5:10003
 
-    The node ends with its learner. SIGTERM ends it after the current step, and the learner is told.
+    The node ends with its learner. On SIGTERM it reports to the learner and ends after the current
+    step.
     """
 
-    address: tuple[str, int] = argument("HOST:PORT", address, "where the learner waits")
+    address: tuple[str, int] = argument("HOST:PORT", address, "address of the learner")
     node: int | None = option(
-        "N", index, "which of its nodes, from 0 (default: what the environment says)"
+        "N", index, "number of the node, from 0 (default: from the environment)"
     )
-    wait_s: float = option("S", seconds, "seconds to look for the learner", 120.0, "--wait")
+    wait_s: float = option("S", seconds, "seconds to try to reach the learner", 120.0, "--wait")
 
 
 COMMANDS: dict[str, type[Any]] = {
