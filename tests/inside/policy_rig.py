@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -10,6 +11,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
+from gleanrl.rollout.provided import Provided
 
 OBS = ("observation",)
 RANDOM, MODE = ExplorationType.RANDOM, ExplorationType.MODE
@@ -71,15 +73,15 @@ def windows(env, policy, steps=STEPS):
 def run(policy, window, carry, kind=RANDOM, steps=None, ends=None):
     """Make one rollout; ``ends`` maps steps to the environments that end there."""
     steps = window.steps if steps is None else steps
+    provided = Provided(policy.states, policy.provided)
+    provided.begin(window, carry, np.zeros(window.envs, np.int64))
     with torch.no_grad(), set_exploration_type(kind):
         policy.begin(window, carry)
         for t in range(steps):
             policy.act(t)
             ended = (ends or {}).get(t, ())
             if ended:
-                policy.reset(t, ended)
-                if ("is_init",) in policy.provided and t + 1 < steps:
-                    window.rows(("is_init",))[t + 1][list(ended)] = True
+                provided.started(t, ended)
         policy.finish(steps)
 
 

@@ -237,5 +237,5 @@ def test_policies_are_policies():
     ]
     for policy in made:
         assert policy.outputs
-        for name in ("begin", "act", "reset", "finish"):
+        for name in ("begin", "act", "finish"):
             assert callable(getattr(policy, name))

@@ -138,9 +138,6 @@ class Policy(Protocol):
     def act(self, t: int) -> None:
         """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
 
-    def reset(self, t: int, ended: Sequence[int]) -> None:
-        """Forget the state of the environments that ended at step ``t``."""
-
     def finish(self, steps: int) -> None:
         """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ class Actor:
     """Root entries that are provided: zero where an episode begins."""
     policy_written_state: tuple[Key, ...] = ()
     """Root entries that the policy's ``("next", ...)`` outputs replace."""
-    provided: Collection[Key] = ()
+    provided: Mapping[Key, torch.dtype] = default(default_factory=dict)
     """What to tell the policy: where an episode begins, as ``"is_init"``, and how many steps it has
     taken, as ``"step_count"``."""
     zero_outputs: TensorDictBase | None = None

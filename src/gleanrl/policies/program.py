@@ -79,8 +79,6 @@ class ProgramPolicy:
         self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
-        self.reset: Callable[[int, Sequence[int]], None] = self._rows.reset
-        """Zero the states of the environments that ended at step ``t``."""
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
@@ -96,7 +94,7 @@ class ProgramPolicy:
         else:
             self._replayed.begin(program, window, next_root)
             self._rows = self._replayed
-        self.act, self.reset = self._rows.act, self._rows.reset
+        self.act = self._rows.act
 
     def finish(self, steps: int) -> None:
         """Look back at the rollout.
@@ -136,8 +134,6 @@ class _ProgramOverRows:
         self._stores: list[tuple[Sequence[Array], Array]] = []
         self._tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
         self._tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
-        self._state_rows: list[Sequence[Any]] = []
-        """Per state, the rows it has after each step: root row ``t + 1`` at index ``t``."""
         self._outputs, self._states = signature.outputs, signature.states
         # Root keys that change from step to step.
         observed = (field.key for field in env.observations)
@@ -148,7 +144,6 @@ class _ProgramOverRows:
         self.program, self._calls = program, program.calls
         self._loads, self._tensor_loads = [], []
         self._stores, self._tensor_stores = [], []
-        self._state_rows = []
         for key, slot in program.inputs.items():
             if key not in self._roots:
                 continue
@@ -175,11 +170,6 @@ class _ProgramOverRows:
         for tensor_rows, tensor in self._tensor_stores:
             tensor_rows[t].copy_(tensor)
 
-    def reset(self, t: int, ended: Sequence[int]) -> None:
-        index = list(ended)
-        for rows in self._state_rows:
-            rows[t][index] = 0
-
     def finish(self) -> None:
         for check in self.program.checks:
             check.finish()
@@ -196,11 +186,9 @@ class _ProgramOverRows:
         if after.array is None:
             tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
             self._tensor_stores.append((tensors, after.tensor))
-            self._state_rows.append(tensors)
         else:
             rows = window.rows(key)[1:] + next_root.rows(key)
             self._stores.append((rows, after.array))
-            self._state_rows.append(rows)
 
 
 # -- on a TensorDict -------------------------------------------------------------------------------
@@ -382,11 +370,6 @@ class _TensorDictOverRows:
 
     def finish(self) -> None:
         self._policy.finish()
-
-    def reset(self, t: int, ended: Sequence[int]) -> None:
-        index, envs = list(ended), self._env.num_envs
-        for _, rows in self._states:
-            rows[t].view((envs, *rows[t].shape[len(self._env.batch_shape) :]))[index] = 0
 
     def forget(self) -> None:
         self._root = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -122,9 +122,6 @@ class RandomActions:
             rows = self._window.tensor(key)[:, t : t + (self._ahead or self._window.steps)]
             rows.copy_(spec.rand((rows.shape[1], envs)).transpose(0, 1))
             self._drawn = t + rows.shape[1]
-
-    def reset(self, t: int, ended: Sequence[int]) -> None:
-        """Do nothing: there is no state."""
 
     def finish(self, steps: int) -> None:
         """Put the stream behind the last of ``steps`` rows."""

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from gleanrl.core.errors import ConfigError, note
-from gleanrl.core.keys import IS_INIT, STEP_COUNT
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.envs.vector import VectorAdapter
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.plan import RolloutPlan
+from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
@@ -24,7 +24,6 @@ from gleanrl.rollout.tracker import Tracker
 def dense(
     act: Callable[[int], None],
     step: Callable[[int, Sequence[int]], Sequence[int]],
-    policy: Policy,
     tracker: Tracker,
     steps: int,
     stop: Stop,
@@ -39,7 +38,6 @@ def dense(
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
             tracker.end(t, ended)
-            policy.reset(t, ended)
         if stop[0]:
             return t + 1
     return steps
@@ -78,10 +76,12 @@ class DenseRollout(BaseSource):
         self._next_root = self._plan.make_next_root()
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
-        self.tracker = Tracker(env.layout.num_envs, options.max_frames_per_traj)
-        # Else the environment may have an entry like it.
-        self._marks_init = IS_INIT in policy.provided
-        self._mark_init(None)
+        self._provided = Provided(policy.states, policy.provided)
+        self._provided.restart(self._next_root, None)
+        self.tracker = self._make_tracker()
+
+    def _make_tracker(self) -> Tracker:
+        return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
 
     def layout(self) -> Layout:
         """Describe one step."""
@@ -92,14 +92,11 @@ class DenseRollout(BaseSource):
         policy = self._random if random else self._policy
         with self.rolling():
             self._plan.begin(window, self._next_root)
-            self.tracker.begin(
-                self._init_rows(window) if self._marks_init else (),
-                window.array(STEP_COUNT)[..., 0] if STEP_COUNT in policy.provided else None,
-            )
+            self.tracker.begin(window, self._next_root)
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
             act, step = self._clock.begin(policy.act, self._env.step)
-            taken = dense(act, step, policy, self.tracker, steps, stop)
+            taken = dense(act, step, self.tracker, steps, stop)
             self._env.finish(taken)
             policy.finish(taken)
             if taken < window.steps:
@@ -126,21 +123,7 @@ class DenseRollout(BaseSource):
         if envs is None and not self._keeps:
             self._policy.forget()
         self.tracker.restart(envs)
-        self._mark_init(envs)
-
-    def _init_rows(self, window: Window) -> list[Array]:
-        """Clear root ``"is_init"`` but for row 0; return the rows that follow the steps."""
-        window.tensor(IS_INIT)[:, 1:] = False
-        self._next_root.tensor(IS_INIT).zero_()
-        return window.rows(IS_INIT)[1:] + self._next_root.rows(IS_INIT)
-
-    def _mark_init(self, envs: Sequence[int] | None) -> None:
-        """Zero recurrent states and raise ``is_init`` of ``envs`` in the next root row."""
-        observed = {field.key for field in self._env.layout.observations}
-        rows = slice(None) if envs is None else list(envs)
-        for field in self._plan.root_fields:
-            if field.key not in observed:
-                self._next_root.tensor(field.key)[rows] = int(field.dtype == torch.bool)
+        self._provided.restart(self._next_root, envs)
 
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:

@@ -20,7 +20,6 @@ from gleanrl.core.keys import (
     POLICY_VERSION,
     STEP_COUNT,
     TRAJ_IDS,
-    TRUNCATED,
     Key,
     next_key,
 )
@@ -30,7 +29,9 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.rollout.dense import DenseRollout
+from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.step_log import StepLog
+from gleanrl.rollout.tracker import Tracker
 
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over, even if a rollout is shorter."""
@@ -40,40 +41,34 @@ _LATER = np.iinfo(np.int64).max // 2
 class ResetTracker:
     """Follows the resets of a pool in rollouts that need to know them at once.
 
-    That is the policy, if it has state, and who is to be reset at once instead of in the next step:
-    environments whose episode reached its limit, and those that fell too far behind. Short episodes
-    lose a step to every reset, and what others are ahead has to wait in the log and gets stale.
+    They are needed for what is provided for the policy, and to reset some environments at once
+    instead of in the next step: those whose episode reached its limit, and those that fell too far
+    behind. Short episodes lose a step to every reset, and the steps that others are ahead wait in
+    the log and get stale.
     """
 
-    def __init__(self, pool: Pool, max_frames: int | None) -> None:
+    def __init__(self, pool: Pool, max_frames: int | None, provided: Provided) -> None:
         """Start with every environment at the first step of an episode."""
         envs = pool.layout.num_envs
-        self._pool = pool
+        self._pool, self._provided = pool, provided
         self._max = max_frames
         self._born = np.zeros(envs, np.int64)
         """The step at which the running episode of each environment began."""
         self._behind = np.zeros(envs, bool)
         self._waiting = np.zeros(0, np.int64)
         self._next_due = -1
-        self._counts: Array | None = None
-        """``[P, T]``, shows the policy the steps taken in the episode before each raw step."""
-        self._policy: Policy
         self._log: StepLog
 
-    def begin(self, policy: Policy, log: StepLog) -> Callable[[int], None] | None:
+    def begin(self, log: StepLog) -> Callable[[int], None] | None:
         """Start a rollout; return a function to call after every step, or ``None``."""
-        self._policy, self._log, self._counts = policy, log, None
-        if STEP_COUNT in policy.provided:
-            self._counts = log.window.array(STEP_COUNT)[..., 0]
-            ages = np.arange(self._counts.shape[1]) - self._born[:, None]
-            self._counts[...] = ages.clip(0)  # 0 as well in a step that is only a reset
+        self._log = log
+        self._provided.begin(log.window, log.next_root, -self._born)
         self._waiting = np.flatnonzero(log.waiting)
         if self._pool.can_cut:
             stock = log.counts(0)
             self._behind = stock.max() - stock > max(1, log.steps // 4)
         self._schedule()
-        stateful = policy.states or log.marks_init
-        busy = stateful or self._max is not None or self._behind.any()
+        busy = self._provided or self._max is not None or self._behind.any()
         return self._follow if busy else None
 
     def _follow(self, t: int) -> None:
@@ -89,14 +84,10 @@ class ResetTracker:
             self._started(t, chosen)
 
     def _started(self, t: int, envs: Array) -> None:
-        self._log.started(t, envs)
-        self._policy.reset(t, envs.tolist())
+        self._provided.started(t, envs)
         if self._max is not None:
             self._born[envs] = t + 1
             self._schedule()
-        if self._counts is not None:
-            later = self._counts[:, t + 1 :]
-            later[envs] = np.arange(later.shape[1])
 
     def _pick(self, t: int, ended: Array) -> Array:
         chosen = ended[self._behind[ended]]
@@ -164,11 +155,15 @@ class NextStepRollout(DenseRollout):
         """
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
-        self._resets = ResetTracker(pool, options.max_frames_per_traj)
+        self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
         self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout, policy)
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._log: StepLog | None = None
         self._discarded = 0
+
+    def _make_tracker(self) -> Tracker:
+        # Raw steps, of which some are no transitions, are followed by `ResetTracker`.
+        return Tracker(self.num_envs, self.options.max_frames_per_traj)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
@@ -177,7 +172,7 @@ class NextStepRollout(DenseRollout):
         with self.rolling():
             log.begin(self._next_root)
             self._plan.begin(window, self._next_root)
-            self.tracker.begin()
+            self.tracker.begin(log.window, log.next_root)
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)
@@ -195,7 +190,7 @@ class NextStepRollout(DenseRollout):
         Returns:
             Raw steps taken, and transitions every environment has.
         """
-        taken, goal, follow = 0, steps, self._resets.begin(policy, log)
+        taken, goal, follow = 0, steps, self._resets.begin(log)
         act, step = self._clock.begin(policy.act, self._pool.step)
         ready = int(log.counts(0).min())
         while ready < goal:
@@ -212,8 +207,7 @@ class NextStepRollout(DenseRollout):
         self._discarded += discarded
         done = window.array(next_key(DONE))[:, :steps, 0]
         # The frames that would follow are lost: the trajectory ends with the last one delivered.
-        window.array(next_key(TRUNCATED))[cut, steps - 1, 0] |= ~done[cut, -1]
-        done[cut, -1] = True
+        self._plan.truncate(window, steps - 1, cut)
         self.tracker.end_all(done)
         self._plan.finish(window, self.tracker, steps, self.policy_version)
         log.root(self._next_root)
@@ -229,7 +223,7 @@ class NextStepRollout(DenseRollout):
         keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
         if old is not None:
             keep = max(keep, old.left)
-        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep, self._marks_init)
+        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
         if old is not None:
             fresh.adopt(old)
         return fresh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,6 @@ from gleanrl.core.keys import (
     POLICY_VERSION,
     STEP_COUNT,
     TRAJ_IDS,
-    TRUNCATED,
     Key,
     format_key,
     is_private,
@@ -29,6 +28,8 @@ from gleanrl.core.protocols import Policy
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.rollout.tracker import Tracker
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +209,35 @@ class RolloutPlan:
         if options.mask:
             window.tensor(MASK)[:, :steps] = True
         if options.set_truncated:
-            for group in self._groups:
-                _truncate_last(window, group, steps - 1)
+            self.truncate(window, steps - 1)
         if options.check_finite:
             self._check_finite(window, steps)
+
+    def complete_flags(self, window: Window, given: Collection[Key], steps: int) -> None:
+        """Derive end flags of the first ``steps`` steps from those that are ``given``.
+
+        ``given``: keys without ``"next"``.
+        """
+        for group in self._groups:
+            flags = [window.tensor(next_key(key))[:, :steps] for key in group.keys()]
+            done, dead = flags[:2]
+            late = flags[2] if group.truncated else torch.zeros_like(done)
+            missing = {key[-1] for key in group.keys() if key not in given}
+            if "done" in missing:
+                done.copy_(dead | late)
+            if "terminated" in missing:
+                dead.copy_(done & ~late)
+            if "truncated" in missing:
+                late.copy_(done & ~dead)
+
+    def truncate(self, window: Window, last: int, envs: Array | slice = _ALL) -> None:
+        """End the running episodes of ``envs`` with step ``last``, as truncated."""
+        for group in self._groups:
+            if group.truncated and last >= 0:
+                prefix = (NEXT, *group.prefix)
+                done, late = (window.tensor((*prefix, name)) for name in ("done", "truncated"))
+                late[envs, last] |= ~done[envs, last]
+                done[envs, last] = True
 
     def _check_finite(self, window: Window, steps: int) -> None:
         for field in self._finite:
@@ -296,13 +322,3 @@ def check_options(
             f"{[format_key(key) for group in groups for key in group.keys()]}; add one with "
             "env.add_truncated_keys()"
         )
-
-
-def _truncate_last(window: Window, group: DoneGroup, last: int) -> None:
-    """Mark step ``last`` as truncated if the episode did not end by itself."""
-    if not group.truncated or last < 0:
-        return
-    prefix = (NEXT, *group.prefix)
-    done = window.tensor((*prefix, "done"))[:, last]
-    window.tensor((*prefix, *TRUNCATED))[:, last] |= ~done
-    done |= True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gleanrl.core.keys import DONE, IS_INIT, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.keys import DONE, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.window import Array, Window
 
@@ -45,7 +45,6 @@ class StepLog:
         envs: int,
         steps: int,
         keep: int,
-        marks_init: bool,
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 
@@ -55,7 +54,6 @@ class StepLog:
             envs: Environments, ``P``.
             steps: Steps of one rollout, ``T``.
             keep: Raw steps that may be left over.
-            marks_init: Whether ``"is_init"`` is provided, so that it is set here.
         """
         # At worst every other step is a reset, beginning with the first.
         room = 2 * steps + 1
@@ -85,10 +83,6 @@ class StepLog:
         self.window = self._view(keep, room)
         """The rows of this rollout, to which pool and policy are bound."""
         self.next_root = self._view(keep + room, 1)
-        self.marks_init = marks_init
-        self._init = (
-            self.window.rows(IS_INIT)[1:] + self.next_root.rows(IS_INIT) if self.marks_init else []
-        )
 
     def _view(self, start: int, steps: int) -> Window:
         tensors = {
@@ -120,8 +114,6 @@ class StepLog:
         self._taken = 0
         self._restarts = []
         self._stock = self._pending[self._keep - self._left : self._keep].sum(0)
-        if self._init:
-            self._rows[IS_INIT][self._keep + 1 :] = False
         for key in next_root.keys():
             self._rows[key][self._keep, : self._envs] = next_root.rows(key)[0]
 
@@ -130,11 +122,6 @@ class StepLog:
     def ended(self, t: int) -> Array:
         """Return the indices of the environments that ended at step ``t``."""
         return np.flatnonzero(self._done[self._keep + t])
-
-    def started(self, t: int, envs: Array) -> None:
-        """Note that root row ``t + 1`` of ``envs`` is the first of an episode."""
-        if self._init:
-            self._init[t][envs] = True
 
     def restarted(self, t: int, envs: Array) -> None:
         """Prepare for a reset of ``envs`` after step ``t``: keep the data that it will overwrite.

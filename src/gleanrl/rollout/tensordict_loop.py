@@ -8,7 +8,7 @@ environment's reset returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
-    IS_INIT,
     NEXT,
-    STEP_COUNT,
     TRUNCATED,
     Key,
     as_key,
@@ -27,18 +25,20 @@ from gleanrl.core.keys import (
     is_private,
     next_key,
 )
-from gleanrl.core.layout import DoneGroup, Layout
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
+from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, ExpectedSteps, StepRecorder
 from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
+from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 
@@ -87,7 +87,10 @@ class TensorDictRollout(BaseSource):
         written = () if actor.zero_outputs is None else leaves(actor.zero_outputs)
         check_options(options, observed, self._groups, written)
         self.num_envs = envs = handle.num_envs
-        self.tracker = Tracker(envs, options.max_frames_per_traj)
+        self._given = [Field(key, (1,), dtype) for key, dtype in actor.provided.items()]
+        self._next_given = Window.allocate(self._given, envs, 1)
+        self._provided = Provided((), actor.provided)
+        self.tracker = Tracker(envs, options.max_frames_per_traj, self._provided)
         # Steps are kept whole: nothing passes to the next rollout in rows.
         self._no_rows = Window({}, envs, 1)
         self._rewards = [next_key(key) for key, _ in spec_leaves(env.full_reward_spec)]
@@ -103,7 +106,8 @@ class TensorDictRollout(BaseSource):
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
         )
         self._recorder = StepRecorder(env, shown, expected)
-        self._begin_episodes(list(range(envs)))
+        self._provided.restart(self._next_given, None)
+        self._zero_states(range(envs))
 
     def explain(self) -> str:
         """Return the path of every part, with the reasons."""
@@ -136,14 +140,17 @@ class TensorDictRollout(BaseSource):
             if self._plan is not None and recorder.steps is None:
                 assert window is not None
                 self._plan.begin(window, self._no_rows)
-            counts = None
-            if STEP_COUNT in self._actor.provided:
-                counts = np.zeros((self.num_envs, steps), np.int64)
-                act = self._counting(act, counts)
-            self.tracker.begin(counts=counts)
+            given = Window.allocate(self._given, self.num_envs, steps + 1)
+            for key in given.keys():
+                given.tensor(key)[:, 0] = self._next_given.tensor(key)[:, 0]
+            self.tracker.begin(given, self._next_given)
+            if self._given:
+                act = self._providing(act, given)
             self._handle.begin()
             act, step = self._clock.begin(act, self._handle.step)
             taken = self._loop(act, step, steps, stop)
+            for key in given.keys():
+                self._next_given.tensor(key)[:, 0] = given.tensor(key)[:, taken]
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
@@ -155,8 +162,7 @@ class TensorDictRollout(BaseSource):
         self, act: Callable[[], None], step: Callable[..., Sequence[int]], steps: int, stop: Stop
     ) -> int:
         handle, tracker, recorder = self._handle, self.tracker, self._recorder
-        marks = IS_INIT in self._actor.provided
-        follow = self._follow if self._actor.policy_written_state or marks else None
+        follow = self._follow if self._actor.policy_written_state else None
         before, after = recorder.before, recorder.after
         for t in range(steps):
             try:
@@ -174,7 +180,7 @@ class TensorDictRollout(BaseSource):
                 follow()
             if ended:
                 tracker.end(t, ended)
-                self._begin_episodes(ended)
+                self._zero_states(ended)
             if stop[0]:
                 return t + 1
         return steps
@@ -193,16 +199,17 @@ class TensorDictRollout(BaseSource):
         for key, dtype in actor.casts:
             root.set(key, root.get(key).to(dtype))
 
-    def _counting(self, act: Callable[[], None], counts: Array) -> Callable[[], None]:
-        """Return ``act`` preceded by showing it the next column of ``counts``."""
-        columns = iter(counts.T)
+    def _providing(self, act: Callable[[], None], given: Window) -> Callable[[], None]:
+        """Return ``act`` preceded by setting the next row of what is ``given`` at the root."""
+        rows = [(key, iter(batch_rows(given, key, self._batch))) for key in given.keys()]
 
-        def counted() -> None:
-            root, count = self._handle.root, next(columns).reshape(*self._batch, 1)
-            root.set(STEP_COUNT, torch.tensor(count, device=root.device))
+        def provided() -> None:
+            root = self._handle.root
+            for key, values in rows:
+                root.set(key, next(values).to(root.device or "cpu", copy=True))
             act()
 
-        return counted
+        return provided
 
     def _begin_random(self) -> Callable[[], None]:
         """Return a random actor; the policy's other entries are zero, and carried as usual."""
@@ -227,29 +234,17 @@ class TensorDictRollout(BaseSource):
             value = after.get(key, None)
             if value is not None:
                 root.set(key, value)
-        if IS_INIT in self._actor.provided:
-            flags = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)
-            root.set(IS_INIT, flags)
 
-    def _begin_episodes(self, envs: Sequence[int]) -> None:
-        """Zero the provided states and set ``"is_init"`` in ``envs``."""
+    def _zero_states(self, envs: Sequence[int]) -> None:
+        """Have episodes of ``envs`` begin with states of zeros."""
         root = self._handle.root
         for state in self._actor.states:
-            value = root.get(state.key, None)
+            shape, value = (*self._batch, *state.shape), root.get(state.key, None)
             if value is None:
-                shape = (*self._batch, *state.shape)
                 value = torch.zeros(shape, dtype=state.dtype, device=root.device)
-            root.set(state.key, self._fill(value, envs, 0))
-        if IS_INIT in self._actor.provided:
-            value = root.get(IS_INIT, None)
-            if value is None:
-                value = torch.zeros((*self._batch, 1), dtype=torch.bool, device=root.device)
-            root.set(IS_INIT, self._fill(value, envs, 1))
-
-    def _fill(self, value: torch.Tensor, envs: Sequence[int], with_: int) -> torch.Tensor:
-        flat = value.reshape((self.num_envs, *value.shape[len(self._batch) :])).clone()
-        flat[list(envs)] = with_
-        return flat.reshape(value.shape)
+            flat = value.reshape((self.num_envs, *value.shape[len(self._batch) :])).clone()
+            flat[list(envs)] = 0
+            root.set(state.key, flat.reshape(value.shape))
 
     # -- a whole rollout -------------------------------------------------------------------------
 
@@ -260,12 +255,7 @@ class TensorDictRollout(BaseSource):
             return self._assemble(recorder.steps, steps)
         assert self._plan is not None
         assert window is not None
-        _derive_flags(
-            self._groups,
-            self._handle.ends.keys,
-            lambda key: window.tensor(key)[:, :taken],
-            lambda key, value: window.tensor(key)[:, :taken].copy_(value),
-        )
+        self._plan.complete_flags(window, self._handle.ends.keys, taken)
         self._plan.finish(window, self.tracker, taken, self.policy_version)
         return None
 
@@ -280,16 +270,20 @@ class TensorDictRollout(BaseSource):
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = stacked([*taken, *never], len(self._batch))
         batch = time_named(self._delivered(stack), len(self._batch))
-        self._add_flags(batch)
         window = Window.allocate(bulk.layout.fields, self.num_envs, steps)
         bulk.begin(window, self._no_rows)
-        flags = [next_key(key) for key in bulk.flags if batch.get(next_key(key), None) is not None]
-        for key in flags:
-            rows = window.tensor(key)
-            rows.copy_(batch.get(key).reshape(rows.shape))
+        there = leaves(batch)
+        given = [key for key in bulk.flags if next_key(key) in there]
+        for key in given:
+            rows = window.tensor(next_key(key))
+            rows.copy_(batch.get(next_key(key)).reshape(rows.shape))
+        bulk.complete_flags(window, given, valid)
         bulk.finish(window, self.tracker, valid, self.policy_version, self._payload_rewards(taken))
+        written = {*bulk.bulk}
+        if self.options.set_truncated:
+            written.update(map(next_key, bulk.flags))
         for field in bulk.layout.fields:
-            if field.key in bulk.bulk or (self.options.set_truncated and field.key in flags):
+            if field.key in written or field.key not in there:
                 value = window.tensor(field.key)
                 batch.set(field.key, value.reshape(*batch.batch_size, *field.shape))
         return batch
@@ -313,16 +307,6 @@ class TensorDictRollout(BaseSource):
             rewards = [step.get(key) for key in self._rewards]
             found.append(mean_rewards(rewards, self._batch).reshape(-1))
         return np.stack(found, 1)
-
-    def _add_flags(self, batch: TensorDictBase) -> None:
-        """Add missing flags: False at the root, under ``"next"`` derived from each other."""
-        given = [key[1:] for key in leaves(batch) if key[0] == NEXT]
-        _derive_flags(self._groups, given, batch.get, batch.set)
-        there = leaves(batch)
-        for group in self._groups:
-            for key in group.keys():
-                if key not in there and next_key(key) in there:
-                    batch.set(key, torch.zeros_like(batch.get(next_key(key))))
 
     def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
         drop = [*self._hidden, *(key for key in leaves(batch) if is_private(key))]
@@ -348,33 +332,5 @@ class TensorDictRollout(BaseSource):
         if self._keeps and handle.root is not before:
             handle.root = before.exclude(NEXT).update(handle.root)
         self.tracker.restart(envs)
-        self._begin_episodes(range(self.num_envs) if envs is None else envs)
-
-
-def _derive_flags(
-    groups: Sequence[DoneGroup],
-    given: Collection[Key],
-    get: Callable[[Key], torch.Tensor],
-    put: Callable[[Key, torch.Tensor], Any],
-) -> None:
-    """Add delivered end flags that the environment does not set.
-
-    Each follows from those that are ``given``.
-    """
-    for group in groups:
-        missing = [key for key in group.keys() if key not in given]
-        if not missing:
-            continue
-        flags = {key[-1]: get(next_key(key)) for key in group.keys() if key in given}
-        late = flags.get("truncated")
-        if "done" in flags:
-            done = flags["done"]
-            dead = flags.get("terminated", done if late is None else done & ~late)
-        elif "terminated" in flags:
-            dead = flags["terminated"]
-            done = dead if late is None else dead | late
-        else:
-            continue
-        whole = {"done": done, "terminated": dead, "truncated": done & ~dead}
-        for key in missing:
-            put(next_key(key), whole[key[-1]])
+        self._provided.restart(self._next_given, envs)
+        self._zero_states(range(self.num_envs) if envs is None else envs)

@@ -16,7 +16,8 @@ from gleanrl.core.returns import (
     episodes_that_ended,
     head_of,
 )
-from gleanrl.core.window import Array
+from gleanrl.core.window import Array, Window
+from gleanrl.rollout.provided import Provided
 
 _NEVER = np.iinfo(np.int64).max
 _NONE = np.empty((2, 0), np.int64)
@@ -32,8 +33,14 @@ class Tracker:
     timing and of where batches begin.
     """
 
-    def __init__(self, envs: int, max_frames: int | None) -> None:
-        """Start at episode 0 of every environment, without other environments until `place`."""
+    def __init__(self, envs: int, max_frames: int | None, provided: Provided | None = None) -> None:
+        """Start at episode 0 of every environment, without other environments until `place`.
+
+        Args:
+            envs: How many there are.
+            max_frames: Steps after which an episode is cut.
+            provided: Is told where episodes begin.
+        """
         self._index = np.arange(envs, dtype=np.int64)
         self._stride = envs
         self._max = max_frames
@@ -53,8 +60,7 @@ class Tracker:
         self._over_after: list[int] = []
         """Environments whose episodes ended in this rollout, and after how many of its steps."""
         self._all_ends = _NONE
-        self._init_rows: Sequence[Array] = ()
-        self._shown: Array | None = None
+        self._provided = provided or None
         self.next_due = -1
         """The next step at which an environment must be truncated, or -1."""
 
@@ -63,16 +69,11 @@ class Tracker:
         self._index = base + np.arange(len(self._index), dtype=np.int64)
         self._stride = stride
 
-    def begin(self, init_rows: Sequence[Array] = (), counts: Array | None = None) -> None:
-        """Start a rollout at step 0; row ``t`` of ``init_rows`` is set if step ``t`` ends episodes.
-
-        ``counts``: ``[P, T]`` int64, shows the steps taken in the episode before each step, and is
-        corrected where an episode ends. Only with a limit.
-        """
+    def begin(self, window: Window, next_root: Window) -> None:
+        """Start a rollout at step 0 of ``window``; root row ``T`` is in ``next_root``."""
         self._over, self._over_after, self._all_ends = [], [], _NONE
-        self._init_rows, self._shown = init_rows, counts
-        if counts is not None:
-            counts[...] = self._age[:, None] + np.arange(counts.shape[1])
+        if self._provided is not None:
+            self._provided.begin(window, next_root, self._age)
         if self._max is not None:
             self._due = self._max - 1 - self._age
             self.next_due = int(self._due.min())
@@ -85,14 +86,11 @@ class Tracker:
         """Note that ``ended`` finished an episode with step ``t``."""
         self._over += ended
         self._over_after += [t + 1] * len(ended)
-        if self._init_rows:
-            self._init_rows[t][list(ended)] = True
+        if self._provided is not None:
+            self._provided.started(t, ended)
         if self._max is not None:
             self._due[list(ended)] = t + self._max
             self.next_due = int(self._due.min())
-            if self._shown is not None:
-                later = self._shown[:, t + 1 :]
-                later[list(ended)] = np.arange(later.shape[1])
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""

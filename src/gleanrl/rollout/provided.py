@@ -1,0 +1,74 @@
+"""The root entries that a collector provides for its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key
+from gleanrl.core.layout import numpy_dtype
+from gleanrl.core.window import Array, Window
+
+
+class Provided:
+    """Recurrent states, ``"is_init"`` and ``"step_count"`` in the rows of a window.
+
+    Where an episode begins, states are zero and ``"is_init"`` is true; ``"step_count"`` counts the
+    steps taken in the episode before each step.
+    """
+
+    def __init__(self, states: Sequence[Key], others: Collection[Key]) -> None:
+        """Provide ``states``, and of ``others`` the entries that have a meaning here."""
+        self._firsts = dict.fromkeys(states, 0)
+        if IS_INIT in others:
+            self._firsts[IS_INIT] = 1
+        self._counting = STEP_COUNT in others
+        self._rows: list[tuple[Sequence[Any], int]] = []
+        """Per entry, the rows that follow the steps, and the value where an episode begins."""
+        self._counts: Array
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to provide."""
+        return self._counting or bool(self._firsts)
+
+    def begin(self, window: Window, next_root: Window, ages: Array) -> None:
+        """Start a rollout.
+
+        Args:
+            window: Its row 0 holds states and ``"is_init"``.
+            next_root: Receives root row ``T``.
+            ages: Steps taken in each running episode; negative before it begins.
+        """
+        if IS_INIT in self._firsts:
+            window.tensor(IS_INIT)[:, 1:] = False
+            next_root.tensor(IS_INIT).zero_()
+        self._rows = [
+            ((*_rows(window, key)[1:], *_rows(next_root, key)), first)
+            for key, first in self._firsts.items()
+        ]
+        if self._counting:
+            self._counts = window.array(STEP_COUNT)[..., 0]
+            self._counts[...] = (ages[:, None] + np.arange(window.steps)).clip(0)
+
+    def started(self, t: int, envs: Sequence[int] | Array) -> None:
+        """Note that the row after step ``t`` is the first of an episode of ``envs``."""
+        index = list(envs)
+        for rows, first in self._rows:
+            rows[t][index] = first
+        if self._counting:
+            later = self._counts[:, t + 1 :]
+            later[index] = np.arange(later.shape[1])
+
+    def restart(self, next_root: Window, envs: Sequence[int] | None) -> None:
+        """Have ``envs`` (all if ``None``) begin episodes with the root row in ``next_root``."""
+        index = slice(None) if envs is None else list(envs)
+        for key, first in self._firsts.items():
+            next_root.tensor(key)[index] = first
+
+
+def _rows(window: Window, key: Key) -> Sequence[Any]:
+    """Return the rows of an entry, as arrays where numpy has its dtype."""
+    arrays = numpy_dtype(window.tensor(key).dtype) is not None
+    return window.rows(key) if arrays else window.tensor_rows(key)
