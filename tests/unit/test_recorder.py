@@ -148,7 +148,7 @@ def test_only_a_dataset_is_overwritten_and_only_if_told_to(tmp_path):
     [
         ({"format": "zip"}, "must be one of 'tensordict', 'minari', 'parquet'"),
         ({"where": "here"}, "must be 'workers' or 'learner'"),
-        ({"format": "minari"}, "has to end like 'data-v0'"),
+        ({"format": "minari"}, "must end like 'data-v0'"),
         ({"num_envs": 0}, "num_envs"),
         ({"total_frames": "1"}, "total_frames"),
         ({"facts": {"model": object()}}, "as JSON"),

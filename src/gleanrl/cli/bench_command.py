@@ -133,7 +133,7 @@ def run(options: BenchOptions) -> int:
 
     Raises:
         ConfigError: an option is wrong or the environment is not known.
-        Exception: what the environment or the policy raises, already in this process.
+        Exception: the environment or the policy raised it, already in this process.
     """
     _check_file(options.out)
     policy = load_policy(options.policy)
@@ -217,7 +217,7 @@ def _measure(
             collector.next()
             started = time.perf_counter() - start
             for _ in range(setting.processes if setting.asynchronous else 0):
-                collector.next()  # what was made while others were starting
+                collector.next()  # it was made while other workers were starting
             count, passed = _collect_for(collector, seconds, watch)
     except WorkerError as err:
         return replace(blank, error=err.headline)

@@ -54,7 +54,7 @@ def run(options: CollectOptions) -> int:
 
     Raises:
         ConfigError: an option is wrong or the environment is not known.
-        Exception: what the environment or the policy raises.
+        Exception: the environment or the policy raised it.
     """
     check(options)
     if options.out is not None:

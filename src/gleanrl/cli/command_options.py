@@ -86,9 +86,9 @@ def option(metavar: str, read: Any, help: str, default: Any = None, flag: str = 
     """Return the field of an option.
 
     Args:
-        metavar: What stands for its value in ``--help``.
+        metavar: The placeholder of its value in ``--help``.
         read: The reader of the value, or the values to choose from; ``bool`` for a flag alone.
-        help: What it means.
+        help: Its meaning.
         default: Its value if it is not given; ``--help`` shows it.
         flag: How it is written, if not as the field is called.
     """
@@ -129,7 +129,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
             parser.add_argument(item.name, **settings)
 
 
-# -- commands: the first line of a docstring stands in the list of commands ------------------------
+# -- commands: the first line of a docstring is shown in the list of commands ----------------------
 
 
 @dataclass(frozen=True, kw_only=True)

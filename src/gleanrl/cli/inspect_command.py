@@ -30,7 +30,7 @@ def run(options: InspectOptions) -> int:
     Raises:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
-        PlotError: the picture or page that was asked for cannot be drawn or written.
+        PlotError: the requested picture or page cannot be drawn or written.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)

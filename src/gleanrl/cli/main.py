@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except ConfigError as err:
-        # What a worker says of an option is what this process would have said.
+        # A worker's message about an option is the one that this process would give.
         message = err.args[0] if isinstance(err, WorkerError) else err
         return _fail(USAGE_ERROR, str(message), found["traceback"])
     except WorkerError as err:

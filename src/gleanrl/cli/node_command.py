@@ -33,7 +33,7 @@ def run(options: NodeOptions) -> int:
     text = os.environ.pop(SECRET, None)
     if text is None:
         raise ConfigError(
-            f"{SECRET} is not in the environment: a node has to show its learner that it knows the "
+            f"{SECRET} is not in the environment: a node must show its learner that it knows the "
             "secret; the learner says where that is"
         )
     node = _number() if options.node is None else options.node

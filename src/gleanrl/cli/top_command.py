@@ -124,7 +124,7 @@ def _keys() -> Iterator[Any]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- rendering -------------------------------------------------------------------------------------
 
 
 def _shown(found: Sequence[Status]) -> RenderableType:

@@ -174,8 +174,8 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # What the file defines may look itself up in `sys.modules` (dataclasses do), and what stands
-    # beside it should be importable, as if the file had been run as a script.
+    # Dataclasses look their module up in `sys.modules`, and modules next to the file should be
+    # importable, as if the file had been run as a script.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)

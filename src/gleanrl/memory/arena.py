@@ -80,7 +80,7 @@ class Slab:
     ) -> None:
         """Lay out the rollouts of ``steps[w]`` steps of workers with ``layouts[w]``.
 
-        All workers have the same fields; what `Order` asks for besides is the caller's to check.
+        All workers have the same fields; the caller checks the further conditions of `Order`.
         """
         self.layouts = tuple(layouts)
         self.steps = tuple(steps)
@@ -179,7 +179,7 @@ class Arena:
         """Reserve the memory.
 
         Args:
-            slab: What one batch looks like.
+            slab: The plan of one batch.
             slots: Batches that can exist at once.
             shared: Memory that worker processes map; private memory by default. It is mapped at
                 first use, so that several arenas can lie in it.

@@ -63,8 +63,8 @@ class FileAddress:
             cause = err
         raise ReplayError(
             f"this shared memory was handed on by process {self.pid}, which has ended or "
-            "dropped it; a process has to keep what it shares until those it gave it to have "
-            "opened it" + (f" ({cause})" if cause else "")
+            "dropped it; a process must keep shared memory until the processes that it gave it "
+            "to have opened it" + (f" ({cause})" if cause else "")
         ) from cause
 
 
@@ -192,9 +192,9 @@ def check_memory(
 
     Args:
         nbytes: How much is needed.
-        what: What for, plural.
-        advice: What to do about it.
-        kind: What kind of memory.
+        what: The things that need it, plural.
+        advice: The remedy, for the error.
+        kind: The kind of memory.
         root: As for `available_memory`.
 
     Raises:
@@ -246,12 +246,12 @@ def _lines(path: Path) -> list[str]:
 def lock_fence() -> None:
     """Order earlier loads before later loads, and earlier stores before later stores.
 
-    What Python can promise: aligned 64-bit words that numpy reads and writes in one element are
+    Python promises this much: aligned 64-bit words that numpy reads and writes in one element are
     read and written whole, by one instruction. Their order is the processor's. x86-64 keeps loads
     in order and stores in order, and copies that bypass the caches end in a fence of their own.
-    Elsewhere (ARM) any two may change places. Taking a lock keeps what comes later from coming
-    earlier, releasing it keeps what came earlier from coming later, and a lock cannot be taken
-    before it was released: two turns of one lock order everything around them. Each call has a lock
+    Elsewhere (ARM) any two may change places. Taking a lock keeps later accesses from coming
+    earlier, releasing it keeps earlier ones from coming later, and a lock cannot be taken before
+    it was released: two turns of one lock order everything around them. Each call has a lock
     of its own, so that no forked child inherits one that is held.
     """
     turn = threading.Lock()

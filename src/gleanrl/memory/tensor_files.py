@@ -33,7 +33,7 @@ _MAX_DESCRIPTION_BYTES = 16 * 2**20
 _MAX_DIMS = 32
 _MAX_DEPTH = 64
 _NOT_PLAIN = re.compile(r"q.*|u?int[1-7]")
-"""Dtypes that need a scale beside their bytes, and those that torch can name but not copy."""
+"""Dtypes that need a scale besides their bytes, and dtypes that torch can name but not copy."""
 _DTYPES = {
     name: dtype
     for name, dtype in {str(d).removeprefix("torch."): d for d in vars(torch).values()}.items()

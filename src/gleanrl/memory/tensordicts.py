@@ -33,7 +33,7 @@ def tensordict_over(
     """Return the nested `TensorDict` over ``flat``, whose tensors all begin with ``shape``.
 
     The public constructor checks every tensor, which costs as much as collecting a short rollout;
-    what comes from a slab was laid out by us. A test holds this against that constructor.
+    the tensors of a slab were laid out to fit. A test compares the result with that constructor's.
     """
     tree = nest(dict(zip(flat, range(len(flat)), strict=True)))
     inner = {group.key: group for group in groups}

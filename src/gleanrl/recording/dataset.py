@@ -1,9 +1,9 @@
 """Frames on disk, read as plain memory.
 
-A dataset is a directory with ``card.json``, which says what the other files hold and where they
-came from. Frames are raw files, one per entry: in the directory itself, where
-`TensorDict.load_memmap` opens them, or in one folder per writer (a shard) as long as the recording
-is not finished. Nothing is ever unpickled, so a directory may come from anyone.
+A dataset is a directory with ``card.json``, which describes the other files and their origin.
+Frames are raw files, one per entry: in the directory itself, where `TensorDict.load_memmap` opens
+them, or in one folder per writer (a shard) as long as the recording is not finished. Nothing is
+unpickled, so a directory may come from anyone.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Part:
         """Return an entry as ``[frames, ...]``.
 
         Raises:
-            TensorFileError: the data are not what their card says.
+            TensorFileError: the data contradict their card.
         """
         try:
             file = {file.key: file for file in self.files}[key]

@@ -241,8 +241,8 @@ class Episode:
 def episodes_of(dataset: Dataset) -> list[Episode]:
     """Return the episodes of a dataset by trajectory id, also those that were cut.
 
-    So an episode has the same number whatever workers were faster: first come the first episodes of
-    all environments, then the second ones.
+    So the number of an episode does not depend on the speed of workers: first come the first
+    episodes of all environments, then the second ones.
 
     Raises:
         TensorFileError: there are no trajectory ids or no end flags.

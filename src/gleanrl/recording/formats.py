@@ -38,7 +38,7 @@ def check_target(format: str, path: Path) -> None:
     module = module_of(format)
     if format == "minari" and not re.fullmatch(r"[-\w]+-v\d+", path.name):
         raise ConfigError(
-            f"Minari names a dataset NAME-vNUMBER, so {path.name!r} has to end like "
+            f"Minari names a dataset NAME-vNUMBER, so {path.name!r} must end like "
             f"'{re.sub(r'[^-0-9A-Za-z_]', '-', path.name)}-v0'"
         )
     space = module.dataset_id(path).rpartition("/")[0] if format == "minari" else ""

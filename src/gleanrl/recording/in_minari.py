@@ -132,7 +132,7 @@ class EpisodePart(Part):
             leaf.key: (tuple(leaf.space.shape or ()), torch.int64)
             for leaf in space_leaves(action, ACTION)
             if isinstance(leaf.space, spaces.Discrete)
-        }  # whatever they were recorded as
+        }  # though they may have been recorded as one-hot vectors
         self.files = [
             TensorFile(f.key, *numbers.get(f.key, (f.shape, f.dtype)), f.file)
             for f in metadata.files
@@ -272,7 +272,7 @@ def _env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
 
     A spec may name any callable, so no environment must be made from it.
     """
-    with contextlib.suppress(Exception):  # whatever a file written by anyone may hold
+    with contextlib.suppress(Exception):  # of a file that anyone may have written
         return EnvSpec.from_json(facts["env_spec"])
     return None
 

@@ -55,7 +55,7 @@ def parts(directory: Path, metadata: Metadata) -> list[ParquetPart]:
     """Open the files of a dataset.
 
     Raises:
-        TensorFileError: a file is no Parquet, or lacks columns.
+        TensorFileError: a file is not Parquet, or lacks columns.
     """
     names = sorted(path.name for path in (directory / DATA).glob("part-*.parquet"))
     return [ParquetPart(inside(directory, f"{DATA}/{name}"), metadata) for name in names]

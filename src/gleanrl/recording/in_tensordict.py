@@ -33,8 +33,8 @@ class Shard:
 
         Args:
             directory: Does not exist.
-            facts: What the card says beside the layout.
-            expected: Frames for which there has to be room, if that is known.
+            facts: Entries of the card besides the layout.
+            expected: Frames that need room, if their number is known.
         """
         self.directory = directory
         self.frames = 0
@@ -224,7 +224,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
     shards stay as they are.
 
     Raises:
-        OSError: the disk is full; what was made is removed again.
+        OSError: the disk is full; the new files are removed again.
     """
     directory, files, frames = dataset.directory, dataset.metadata.files, dataset.metadata.frames
     shards = [part.directory for part in dataset.parts if isinstance(part, RawPart)]

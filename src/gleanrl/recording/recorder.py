@@ -119,7 +119,7 @@ class Recorder(Sink):
             num_envs = check_int("num_envs", num_envs, least=1)
         if total_frames is not None:
             total_frames = check_int("total_frames", total_frames, least=0)
-        # Whatever runs while data are collected may change the working directory.
+        # User code that runs during collection may change the working directory.
         self.path = Path(path).resolve()
         """Where the dataset is."""
         self.format = format
@@ -183,7 +183,7 @@ class Recorder(Sink):
         """Bytes of the frames written, before they are put into another format."""
         return Dataset(self.path).nbytes if (self.path / CARD).exists() else 0
 
-    # -- what collectors say ---------------------------------------------------------------------
+    # -- calls of collectors ---------------------------------------------------------------------
 
     def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
         """Attach to ``collector``, which `close` shuts down.
@@ -219,7 +219,7 @@ class Recorder(Sink):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.facts, self._collectors = {}, []
-        self._finisher = None  # type: ignore[assignment]  # whoever made it finishes the dataset
+        self._finisher = None  # type: ignore[assignment]  # its maker finishes the dataset
         self._shard = Shard(self.path / SHARDS / f"copy-{uuid.uuid4().hex[:8]}", {}, None)
 
     def by_workers(self, remote: bool) -> bool:

@@ -91,8 +91,8 @@ class History:
         """Return the page of a collection.
 
         Args:
-            title: What collects.
-            facts: What else is known of it.
+            title: The name of the collector.
+            facts: Further facts about it.
             stats: Its ``stats("both")``.
             losses: When (seconds since the epoch) which worker was lost, and why.
         """

@@ -1,4 +1,4 @@
-"""Rates, episodes and workers' time of one collector, added up from what its workers report."""
+"""Rates, episodes and workers' time of one collector, added up from the reports of its workers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Measures:
         """Take in the rollouts of a batch; return when.
 
         Args:
-            reports: What workers say of them, by worker. No reference to a report is kept.
+            reports: The reports on them, by worker. No reference to a report is kept.
             version: The learner's newest policy version.
             requested: When the batch was requested; rates count from the first time.
         """
@@ -142,7 +142,7 @@ class Measures:
     def settle(self) -> None:
         """Add up waiting batches; all at once they cost a fraction of single ones."""
         with Deferred(), self._lock:
-            if self._settling:  # a signal handler asks: what came later must not be first
+            if self._settling:  # a signal handler asks: later batches must not be first
                 return
             self._settling = True
             try:

@@ -25,7 +25,7 @@ Lines: TypeAlias = Sequence[tuple[str, str]]
 _BOX = 1000
 _DOTS = 2000
 _LINE = 600
-"""Points of a curve; what has more is thinned, of dots every k-th one, of lines likewise."""
+"""Points of a line and of a cloud of dots; of more points, every k-th one is drawn."""
 _BINS = 30
 _WINDOW = 100
 _HUGE = 1e300

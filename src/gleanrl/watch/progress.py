@@ -71,7 +71,7 @@ class Display:
         """Prepare to show ``total`` things; lines come at least ``every_s`` seconds apart.
 
         Args:
-            label: What is done.
+            label: The name of the task.
             total: How much of it there is; ``None`` if that is not known.
             every_s: Seconds between two lines where there is no terminal.
             console: Standard error by default.
@@ -116,8 +116,8 @@ class Display:
 
         Args:
             done: How many of ``total``.
-            text: What is said beside the bar.
-            line: What is written after the label where there is no terminal; nothing by default.
+            text: The text next to the bar.
+            line: The text after the label where there is no terminal; nothing by default.
             last: Whether nothing will follow: it is shown in any case.
         """
         if self._live is None and line is None:
@@ -175,8 +175,8 @@ class Progress:
         """Show the results of ``facts`` from now on.
 
         Args:
-            facts: Returns some of what ``stats()`` does and ``"busy"``, whether a batch is awaited.
-                It is told whether they are the last; others may be a little old.
+            facts: Returns some entries of ``stats()`` and ``"busy"``, whether a batch is awaited.
+                Its argument tells whether they are the last; others may be a little old.
             total: Frames in all.
         """
         self._display.total, self._facts = total, facts
@@ -188,7 +188,7 @@ class Progress:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        # Standard error may be closed: that is no reason to print a traceback there.
+        # Standard error may be closed: then there is nothing to show, and no error to report.
         with contextlib.suppress(OSError, ValueError), self._display:
             while not self._over.wait(self._display.look_every_s):
                 facts = self._facts
@@ -221,7 +221,7 @@ def describe(
     """Describe progress: for use next to a bar if there is a ``total``, and as a line of text.
 
     Args:
-        facts: Some of what ``stats()`` returns.
+        facts: Some entries of ``stats()``.
         total: Frames in all.
         last: Whether the rate is that of the whole collection, not the current one.
     """

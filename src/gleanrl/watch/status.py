@@ -1,7 +1,7 @@
 """The status of a running collection for other terminals: a small file that it replaces.
 
-Collectors write it while they collect, into a folder that only their user can enter; whoever reads
-it disturbs nobody, also while the learner is busy for minutes.
+Collectors write it while they collect, into a folder that only their user can enter. A reader
+disturbs no collector, and needs none that answers.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _living(folder: Path) -> list[Path]:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise StatusError(
-            f"{folder} has to be your folder with mode 0700 (it belongs to user {status.st_uid}, "
+            f"{folder} must be your folder with mode 0700 (it belongs to user {status.st_uid}, "
             f"mode {stat.filemode(status.st_mode)}); remove it or change it"
         )
     living = []

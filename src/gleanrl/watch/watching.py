@@ -186,7 +186,7 @@ class Watching:
             self._progress.close()
 
     def close(self) -> None:
-        """End all that goes on. Idempotent; numbers and `report` stay."""
+        """End the views. Idempotent; numbers and `report` stay."""
         self._file.remove()
         self.end_progress()
         self._loggers.close()

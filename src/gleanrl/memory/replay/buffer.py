@@ -241,7 +241,7 @@ class ReplayBuffer:
         return data, {"index": to_user_index(self._storage, draw.index, flat=True), **draw.info}
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield samples: an epoch if the sampler has such (without replacement), else endlessly."""
+        """Yield samples: one epoch of a sampler without replacement, else endlessly."""
         if self.batch_size is None:
             raise ConfigError("iterating over a buffer needs a batch_size at construction")
         self._restart()
@@ -375,7 +375,7 @@ class ReplayBuffer:
                 self._generator.set_state(random)
             if self.limiter is not None:
                 self.limiter.restart(self._storage)
-            # What samplers know are places, which mean nothing in a ring of another size.
+            # Samplers know places, which mean nothing in a ring of another size.
             if sampler and storage.get("slots") == self._storage.ring.slots:
                 self._sampler.load_state_dict(sampler, self._storage)
             else:
@@ -638,7 +638,7 @@ class Prefetcher:
             with self._lock:
                 self.forget()
             raise
-        # It could not be made then: what counts is whether it can be made now.
+        # It could not be made then; perhaps it can be made now.
         return self.next(size)
 
     def _take(self, size: int) -> tuple[bool, Future[Sample]]:

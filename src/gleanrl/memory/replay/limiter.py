@@ -150,7 +150,7 @@ class RateLimiter:
             self.restart(storage)
         warnings.warn(
             f"nothing was sampled for {self.timeout} s while the collector waited for the learner "
-            f"(min_samples_per_insert={self.min_samples_per_insert}): it goes on until the next "
+            f"(min_samples_per_insert={self.min_samples_per_insert}): it continues until the next "
             "sample",
             UserWarning,
             stacklevel=2,

@@ -5,12 +5,11 @@ is being written, zero when it holds nothing. Positions only grow and a sequence
 position, so a word never has the same value twice: a reader that finds the same number before and
 after copying a row has copied a complete row. The words lie in shared memory if the rows do.
 
-A writer keeps the lock while it copies rows. So negative numbers and an operation in the header
-that the next process finds inside are what a killed process left: rows whose copying had ended are
-completed, all others are forgotten.
+A writer keeps the lock while it copies rows. So a process that enters and finds negative numbers
+and an operation in the header knows that a killed process left them: it completes the rows whose
+copying had ended, and forgets all others.
 
-Readers do without the lock: `fence` keeps what they copy between their two looks at the sequence
-numbers.
+Readers take no lock: `fence` keeps their copying between their two looks at the sequence numbers.
 """
 
 from __future__ import annotations
@@ -235,11 +234,11 @@ class RingIndex:
     def changes(self, since: Version | None) -> tuple[Version, Words | None]:
         """Return the current version, and the slots that may have changed since another one.
 
-        Positions are given out in order: what changes is what is being written, and what follows;
-        the slot behind that is among them.
+        Positions are given out in order: the slots that change are those being written and those
+        that follow; the slot behind these is among them.
 
         Returns:
-            ``None`` for slots if everything has to be looked at.
+            ``None`` for slots if all may have changed.
         """
         h = self._h
         # Writers store these words in the opposite order, so no lock is needed.
@@ -271,11 +270,11 @@ class RingIndex:
         """Show the rows of a `snapshot`, which were copied; after `clear_for`.
 
         Their positions are moved behind all that were ever given out, so that no reader takes them
-        for rows that it has seen; in a ring that was never used they stay what they are.
+        for rows that it has seen; a ring that was never used keeps them.
 
         Args:
             state: Cursor, counters and sequence numbers, of a ring of the same size.
-            then: What belongs to it: if the process ends before, nothing was restored.
+            then: Called before the rows show; if the process ends earlier, nothing was restored.
         """
         h, cursor, numbers = self._h, state["cursor"], state["stamps"].numpy()
         after = self._cursor_after(state, int(h[_BASE]))
@@ -306,7 +305,7 @@ class RingIndex:
         with self.section():
             first, fresh = int(self._h[_CURSOR]), int(np.count_nonzero(self.sequence[places] == 0))
             ranks = first + 1 + np.arange(len(places), dtype=np.int64)
-            # Neighbours get different authors: what was placed one by one follows no other row.
+            # Neighbours get different authors: rows placed one by one follow no other row.
             self.sequence[places] = ranks << _AUTHOR_BITS | places & 1
             self._h[_CURSOR] = first + len(places)
             self._h[_LIVE] += fresh

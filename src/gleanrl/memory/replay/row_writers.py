@@ -56,8 +56,8 @@ class TensorDictMaxValueWriter(Writer):
             )
         if storage.compact:
             raise ConfigError(
-                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds what "
-                "follows a row in the next one: use compact=False"
+                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds the "
+                "successor of a row in the next one: use compact=False"
             )
         values, count = storage.prepare(data, dim)
         rows = storage.rows

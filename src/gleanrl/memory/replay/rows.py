@@ -200,8 +200,7 @@ def describe(data: Any, ndim: int, time: int) -> RowLayout:
 class Rows:
     """One tensor per field over all slots, ``[slots, ...]`` or ``[slots, envs, ...]``.
 
-    What can be decided once is decided here: the order of the fields, the nesting, and how each is
-    gathered.
+    The order of the fields, their nesting and the way of gathering each are decided once, here.
     """
 
     def __init__(
@@ -368,7 +367,7 @@ class SuccessorLinks:
     are *unlinked*: they are kept in *overflow* places behind those of the ring. Bits are compared,
     not ids or flags, so no sample differs from the data that was stored.
 
-    A row never outlives what it links to: places are taken in order, so the next row of an
+    A row never outlives its successor: places are taken in order, so the next row of an
     `extend` is never overwritten before the row itself, and an overflow place is free only when the
     row that has it was overwritten. There are as many overflow places as rows, so there is always
     one; memory is touched only as far as they were ever needed.

@@ -357,7 +357,7 @@ class PrioritizedSampler(Sampler):
     ) -> None:
         """Set the priorities of flat places; leave out places without a complete row.
 
-        If these are the places of a sample, those that were overwritten since are left out, too.
+        Of the places of a sample, those that were overwritten since are left out as well.
 
         Raises:
             ConfigError: as `raised`.
@@ -393,7 +393,7 @@ class PrioritizedSampler(Sampler):
     def _follow(self, storage: Storage) -> None:
         """Set the first priority of rows that were completed since the last call.
 
-        The version is taken first: what changes meanwhile is looked at again.
+        The version is taken first, so later changes are looked at again.
         """
         ring = storage.ring
         if ring.is_at(self._version):
@@ -443,7 +443,7 @@ class PrioritizedSampler(Sampler):
 class SumTree:
     """Non-negative numbers with random draws in proportion to their size.
 
-    A node has 32 children that stand side by side, so that one level costs one gathering of rows
+    A node has 32 children side by side, so that one level costs one gathering of rows
     for all draws together. Sums are recomputed from the children, never adjusted: they do not
     drift. Double precision throughout.
     """
@@ -492,7 +492,7 @@ class SumTree:
         total = float(sums[-1])
         if total <= 0:
             return None
-        # A fresh uniform number per level: what is left of one after subtracting loses precision.
+        # A fresh uniform number per level: the remainder of one after subtracting loses precision.
         uniform = torch.rand((len(self._rows) + 1, count), dtype=torch.float64, generator=generator)
         # Strictly below one even after rounding, or a draw could land behind the last number.
         first, *shares = uniform.mul_(1 - 2**-52).unbind(0)

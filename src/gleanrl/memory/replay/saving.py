@@ -45,18 +45,18 @@ def write(
     """Write a buffer to the directory ``path``.
 
     A dump is a folder of files, and a description that names the folder. The folder of an earlier
-    call stays valid until this one is complete and on the disk; then it is removed, and so is what
-    processes left that ended while they wrote. Several processes write one after another.
+    call stays valid until this one is complete and on the disk; then it is removed, like the
+    folders of processes that ended while they wrote. Several processes write one after another.
 
     Args:
         path: The directory; made if it is not there.
         storage: The rows.
-        sampling: Returns what is saved beside them; called after they were written.
+        sampling: Returns the states of sampler and generator; called after rows were written.
 
     Raises:
         ConfigError: the storage is a list of objects, or ``path`` has a ``meta.json`` of another
             program.
-        OSError: the disk is full; what an earlier call left there is still there.
+        OSError: the disk is full; the dump of an earlier call stays.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
@@ -133,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Nothing is unpickled, and no file outside ``path`` is opened.
 
     Raises:
-        ConfigError: there is no such buffer, or its files are not what they are said to be.
+        ConfigError: there is no such buffer, or its files contradict their description.
     """
     root = Path(path)
     while True:

@@ -44,7 +44,7 @@ class SliceSampler(Sampler):
             default where there is no entry that tells them apart.
         strict_length: Draw from trajectories with at least ``slice_len`` steps only; otherwise
             shorter ones are taken whole, and batches are smaller.
-        truncated_key: Where the ends of slices are marked in the batch (and ``"done"`` beside it);
+        truncated_key: Where the ends of slices are marked in the batch (and ``"done"`` next to it);
             ``None`` marks nothing.
     """
 
@@ -212,7 +212,7 @@ class SegmentIndex:
         ring = storage.ring
         if ring.is_at(self._version):
             return self._segments, self._tensor
-        # Taken first: what changes while we look is looked at again the next time.
+        # Taken first: later changes are looked at again the next time.
         version, recent = ring.changes(self._version)
         if recent is None:
             recent = np.arange(ring.slots)

@@ -223,9 +223,9 @@ class LazyTensorStorage(Storage):
         device: Where they lie; ``None`` is the CPU. Samples come out there.
         ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
             another (``max_size // envs`` steps are kept).
-        compact: Store an observation once where the next row begins with what ``("next", ...)``
-            held: samples are the same, in half the memory for images. Successors that are not
-            there (ends of episodes, the last row of each `extend`) are kept beside the rows.
+        compact: Store an observation once where the next row begins with the observation of
+            ``("next", ...)``: samples are the same, in half the memory for images. Other
+            successors (ends of episodes, the last row of each `extend`) are kept apart.
             ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
             CPU only.
     """
