@@ -24,6 +24,7 @@ from rich.text import Text
 from gleanrl.cli.command_options import TopOptions
 from gleanrl.cli.display import plural, print_table
 from gleanrl.core.deadline import Deadline
+from gleanrl.watch.page import SHARES
 from gleanrl.watch.progress import clock_time, number, plain
 from gleanrl.watch.status import OFF, StatusError, collections
 
@@ -35,7 +36,6 @@ _LIST_COLUMNS = ("PID", "collector", "command", "frames", "frames/s")
 _WIDE, _PIPE_COLUMNS = 100, 120
 _OLD_S = 2
 """Seconds after which a status is old; collectors renew it with each batch."""
-_SHARES = ("time_env", "time_policy", "time_transfer", "time_wait")
 _QUIT = {b"q", b"Q", b"\x1b", b"\x04"}
 Status = Mapping[str, Any]
 
@@ -163,7 +163,7 @@ def _one(status: Status) -> list[RenderableType]:
 
 
 def _cells(name: str, pid: str, stats: Mapping[str, Any]) -> list[str]:
-    shares = (stats.get(key) for key in _SHARES)
+    shares = (stats.get(key) for key in SHARES)
     return [
         name,
         pid,
