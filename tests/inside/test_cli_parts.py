@@ -19,9 +19,8 @@ from tensordict import TensorDict
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.cli import topology
-from gleanrl.cli.bench_command import Result, Results
-from gleanrl.cli.bench_command import plan as plan_bench
-from gleanrl.cli.collect_command import plan
+from gleanrl.cli.bench_command import Result, Results, settings_to_try
+from gleanrl.cli.collect_command import rounded_frames
 from gleanrl.cli.command_options import BenchOptions, CollectOptions
 from gleanrl.cli.main import parser
 from gleanrl.recording.episode_stats import EpisodeStats, summary
@@ -138,7 +137,7 @@ def test_returns_are_summed_up_for_json():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300_000), st.integers(1, 700))
 def test_the_planned_sizes_are_whole_steps_and_overshoot_little(frames, num_envs):
-    batch, total = plan(CollectOptions(env="e", frames=frames, num_envs=num_envs))
+    batch, total = rounded_frames(CollectOptions(env="e", frames=frames, num_envs=num_envs))
     assert batch % num_envs == 0
     assert total % batch == 0
     assert frames <= total <= frames * 1.05 + 8 * num_envs
@@ -150,7 +149,7 @@ def test_planned_sizes_are_whole_steps_of_all_workers(frames, num_envs, workers,
     options = CollectOptions(
         env="e", frames=frames, num_envs=num_envs, workers=workers, asynchronous=asynchronous
     )
-    batch, total = plan(options)
+    batch, total = rounded_frames(options)
     lanes = num_envs if asynchronous else num_envs * workers
     assert batch % lanes == 0
     assert total % batch == 0
@@ -159,8 +158,8 @@ def test_planned_sizes_are_whole_steps_of_all_workers(frames, num_envs, workers,
 
 def test_a_batch_size_that_was_asked_for_is_kept():
     options = CollectOptions(env="e", frames=1000, num_envs=3, frames_per_batch=100)
-    assert plan(options) == (102, 1020)
-    assert plan(CollectOptions(env="e")) == (500, 10_000)
+    assert rounded_frames(options) == (102, 1020)
+    assert rounded_frames(CollectOptions(env="e")) == (500, 10_000)
 
 
 def test_lines_come_every_few_seconds_and_say_where_collection_stands(capsys):
@@ -242,9 +241,9 @@ def test_the_advised_call_makes_the_collector(asked):
 
 
 def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
-    tried = plan_bench(BenchOptions(env="CartPole-v1", num_envs=(1, 8)), cores=8)
+    tried = settings_to_try(BenchOptions(env="CartPole-v1", num_envs=(1, 8)), cores=8)
     assert tried == [setting(w, n) for w in (None, 4, 8) for n in (1, 8)]
-    tried = plan_bench(BenchOptions(env="CartPole-v1", num_envs=(2,), workers=(3,)), cores=8)
+    tried = settings_to_try(BenchOptions(env="CartPole-v1", num_envs=(2,), workers=(3,)), cores=8)
     assert tried == [setting(None, 2), setting(3, 2)]
     own = len(os.sched_getaffinity(0))
     for text, cores in (("max 100000", own), ("50000 100000", 1), ("90000000 100000", own)):

@@ -151,7 +151,7 @@ def run(options: BenchOptions) -> int:
     return code
 
 
-def plan(options: BenchOptions, cores: int) -> list[CollectOptions]:
+def settings_to_try(options: BenchOptions, cores: int) -> list[CollectOptions]:
     """Return the settings to try: in this process, then with workers."""
     workers = default_workers(cores) if options.workers is None else options.workers
     blank = CollectOptions(env=options.env, policy=options.policy)
@@ -176,7 +176,7 @@ def _check_file(path: Path | None) -> None:
 
 def _measure_all(results: Results, policy: Any) -> None:
     """Measure the planned settings, and the fastest with workers again, asynchronously."""
-    options, settings = results.options, plan(results.options, results.cores)
+    options, settings = results.options, settings_to_try(results.options, results.cores)
     total = len(settings) + 1
     with Display(options.env, total) as display:
         # Roughly how many steps one environment makes per second here.

@@ -28,7 +28,7 @@ from gleanrl.watch.progress import Display, describe
 _LINE_EVERY_S = 5.0
 
 
-def plan(options: CollectOptions) -> tuple[int, int]:
+def rounded_frames(options: CollectOptions) -> tuple[int, int]:
     """Return frames per batch and frames in total, both rounded up to whole steps and batches."""
     envs = options.num_envs_total
     if options.frames_per_batch is not None:
@@ -63,7 +63,7 @@ def run(options: CollectOptions) -> int:
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     policy = load_policy(options.policy)
-    frames_per_batch, total = plan(options)
+    frames_per_batch, total = rounded_frames(options)
     interruptor = Interruptor()
     with make(options, policy, frames_per_batch, total, interruptor) as collector:
         if options.explain:

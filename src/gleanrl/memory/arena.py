@@ -269,9 +269,9 @@ class Arena:
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
         groups = []
-        for plan in self._views_of:
+        for fields in self._views_of:
             views = {}
-            for key, shape, start, stop, dtype, known in plan:
+            for key, shape, start, stop, dtype, known in fields:
                 if known is None:
                     views[key] = torch.from_numpy(base[start:stop]).view(dtype).view(shape)
                 else:

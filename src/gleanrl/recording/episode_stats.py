@@ -271,11 +271,11 @@ def _of_part(part: Part, flags: tuple[Key, ...]) -> list[Episode]:
     done: list[Episode] = []
     ids, ends = part.read(TRAJ_IDS).reshape(part.frames), [part.read(key) for key in flags]
     for rows in part.chunks():
-        here = ids[rows].numpy()
+        own = ids[rows].numpy()
         ended = _any_of(ends, rows)
-        starts = _run_starts(here, ended)
-        for start, stop in zip(starts, np.append(starts[1:], len(here)), strict=True):
-            number = int(here[start])
+        starts = _run_starts(own, ended)
+        for start, stop in zip(starts, np.append(starts[1:], len(own)), strict=True):
+            number = int(own[start])
             episode = open_.setdefault(number, Episode(number, part))
             episode.runs.append((rows.start + int(start), rows.start + int(stop)))
             if ended[stop - 1]:

@@ -293,17 +293,17 @@ def _decoder(space: Space, files: Files) -> Actions | None:
 
 def _boxes(files: Files) -> tuple[Space, Space]:
     """Return unbounded spaces with the shapes and dtypes of the data."""
-    shown = {
+    observed = {
         key: _box(file)
         for key, file in files.items()
         if (NEXT, *key) in files and key[-1] not in NO_OBSERVATION
     }
     acted = {key[1:]: _box(file) for key, file in files.items() if key[0] == ACTION[0]}
-    if not shown:
+    if not observed:
         raise TensorFileError("Minari's episodes need an entry at the root and under 'next'")
-    if list(shown) == [OBSERVATION]:
-        return shown[OBSERVATION], _nested(acted)
-    return _nested(shown), _nested(acted)
+    if list(observed) == [OBSERVATION]:
+        return observed[OBSERVATION], _nested(acted)
+    return _nested(observed), _nested(acted)
 
 
 def _box(file: TensorFile) -> Space:

@@ -166,7 +166,7 @@ class SamplerWithoutReplacement(Sampler):
         while have < units and self._next < self._order.shape[-1]:
             part = self._order[..., self._next : self._next + units - have]
             self._next += part.shape[-1]
-            parts.append(self._intact(storage, part, length))
+            parts.append(self._still_stored(storage, part, length))
             have += parts[-1].shape[-1]
         if not have or (self.drop_last and have < units):
             return None
@@ -181,7 +181,7 @@ class SamplerWithoutReplacement(Sampler):
         slots, numbers = _complete(storage)
         return storage.frames_of(slots), numbers
 
-    def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
+    def _still_stored(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
         """Return the units that have not been overwritten since the epoch began."""
         return order[storage.sequence_of(order) == self._numbers[storage.slots_of(order)]]
 
@@ -192,7 +192,7 @@ class SamplerWithoutReplacement(Sampler):
 
     def state_dict(self, storage: Storage) -> dict[str, Any]:
         """Return the rest of the epoch, without rows that were overwritten."""
-        return {self.STATE[0]: self._intact(storage, self._order[..., self._next :], 1)}
+        return {self.STATE[0]: self._still_stored(storage, self._order[..., self._next :], 1)}
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         numbers = storage.ring.sequence_tensor[: storage.ring.slots]
@@ -294,11 +294,11 @@ class PrioritizedSampler(Sampler):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        raised = self._again(self._tree.leaves, self._alpha, alpha)
+        raised = self._with_alpha(self._tree.leaves, self._alpha, alpha)
         self._tree.set(torch.arange(self.max_capacity), raised)
         self._alpha = alpha
 
-    def _again(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
+    def _with_alpha(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
         """Return numbers raised to ``before`` as numbers raised to ``alpha``.
 
         Raises:
@@ -310,10 +310,10 @@ class PrioritizedSampler(Sampler):
                 f"priorities raised to alpha={before} cannot be raised to alpha={alpha}: it must "
                 "be finite and not negative, and 0 makes all priorities equal for good"
             )
-        again = raised if same else raised.pow(alpha / before).mul_(raised > 0)
-        if not float(again.max()) * self.max_capacity < math.inf:
+        changed = raised if same else raised.pow(alpha / before).mul_(raised > 0)
+        if not float(changed.max()) * self.max_capacity < math.inf:
             raise ConfigError(f"priorities overflow if raised to alpha={alpha}: {raised}")
-        return again
+        return changed
 
     @property
     def default_priority(self) -> float:
@@ -431,11 +431,11 @@ class PrioritizedSampler(Sampler):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         super().check_state_dict(state)
-        self._again(state["priorities"], state["alpha"], self._alpha)
+        self._with_alpha(state["priorities"], state["alpha"], self._alpha)
 
     def load_state_dict(self, state: dict[str, Any], storage: Storage) -> None:
         self._follow(storage)
-        raised = self._again(state["priorities"], state["alpha"], self._alpha)
+        raised = self._with_alpha(state["priorities"], state["alpha"], self._alpha)
         self._tree.set(torch.arange(min(len(raised), self.max_capacity)), raised)
         self._max = state["max_priority"]
 

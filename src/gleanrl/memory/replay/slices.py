@@ -137,7 +137,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, SamplerWithoutReplacement):
         segments, numbers = self._index.segments(storage)
         return segments[:, self._eligible(segments, length)], numbers.clone()
 
-    def _intact(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
+    def _still_stored(self, storage: Storage, order: torch.Tensor, length: int) -> torch.Tensor:
         """Return the part of each segment after its last overwritten row."""
         frames, segment, step, _ = _frames_of(storage, order)
         gone = storage.sequence_of(frames) != self._numbers[storage.slots_of(frames)]
