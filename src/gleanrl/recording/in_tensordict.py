@@ -249,19 +249,14 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join_files(found: list[tuple[Path, int]], target: Path) -> None:
-    """Make ``target`` of the first bytes of each file."""
+    """Make ``target`` of the first bytes of each file, which loses rows that were cut short."""
+    for source, nbytes in found:
+        os.truncate(source, nbytes)
     if len(found) == 1:
-        ((source, nbytes),) = found
-        os.truncate(source, nbytes)  # rows that were cut short
         with contextlib.suppress(OSError):  # a file system without links
-            os.link(source, target)
+            os.link(found[0][0], target)
             return
     with target.open("xb") as out:
-        for source, nbytes in found:
+        for source, _ in found:
             with source.open("rb") as file:
-                while nbytes:
-                    data = file.read(min(nbytes, _COPY_BYTES))
-                    if not data:
-                        raise TensorFileError(f"{source} became shorter while it was read")
-                    out.write(data)
-                    nbytes -= len(data)
+                shutil.copyfileobj(file, out, _COPY_BYTES)

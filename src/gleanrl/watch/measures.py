@@ -116,12 +116,9 @@ class Measures:
         self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, requested: float) -> float:
-        """Take in the rollouts of a batch; return when.
+        """Take in a batch; return the time. Arguments as in `Watching.gathered`.
 
-        Args:
-            reports: The reports on them, by worker. No reference to a report is kept.
-            version: The learner's newest policy version.
-            requested: When the batch was requested; rates count from the first time.
+        No reference to a report is kept.
         """
         now = monotonic()
         shares: list[_Share] = []

@@ -85,13 +85,7 @@ class Timeline:
                 warnings.warn(f"the timeline ends here: {err}", UserWarning, stacklevel=3)
 
     def gathered(self, reports: Mapping[int, Report], version: int, requested: float) -> None:
-        """Add a batch of ``reports``, by worker.
-
-        Args:
-            reports: Of its rollouts.
-            version: The newest policy version.
-            requested: When the learner requested it.
-        """
+        """Add a batch; arguments as in `Watching.gathered`."""
         now = monotonic()
         frames = sum(report.frames for report in reports.values())
         events = [

@@ -385,10 +385,8 @@ class ReplayBuffer:
         if self._prefetcher is not None:
             self._prefetcher.forget()
 
-    def _make(self, size: int, needed: Callable[[], bool] | None = None) -> tuple[Draw, Any]:
+    def _make(self, size: int) -> tuple[Draw, Any]:
         with self._lock:
-            if needed is not None and not needed():
-                raise CancelledError
             draw, data = self._draw(size)
         return draw, self._finish(draw, data)
 
@@ -652,12 +650,15 @@ class Prefetcher:
                 self._size = size
             ahead = bool(self._queue)
             while len(self._queue) <= self._number:
-                self._queue.append(self._pool.submit(self._buffer._make, size, self._needed()))
+                self._queue.append(self._pool.submit(self._make, size, self._forgotten))
             return ahead, self._queue.popleft()
 
-    def _needed(self) -> Callable[[], bool]:
-        forgotten = self._forgotten
-        return lambda: forgotten == self._forgotten
+    def _make(self, size: int, forgotten: int) -> Sample:
+        with self._lock:
+            if forgotten != self._forgotten:
+                raise CancelledError
+            draw, data = self._buffer._draw(size)
+        return draw, self._buffer._finish(draw, data)
 
     def forget(self) -> None:
         """Drop prefetched samples; under the lock."""
