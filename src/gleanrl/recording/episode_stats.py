@@ -41,8 +41,6 @@ class EpisodeStats:
         """Start without episodes."""
         self.frames = 0
         """Frames seen."""
-        self.episodes = 0
-        """Episodes that ended."""
         self._open = np.empty(0, _RUN)
         """Unfinished episodes, with their sums so far."""
         self._done: list[Array] = []
@@ -52,6 +50,11 @@ class EpisodeStats:
             self._done = [np.concatenate([np.empty(0, _RUN), *self._done])]
         values: Array = self._done[0][name]
         return values
+
+    @property
+    def episodes(self) -> int:
+        """Episodes that ended."""
+        return sum(map(len, self._done))
 
     @property
     def returns(self) -> Array:
@@ -137,7 +140,6 @@ class EpisodeStats:
         done = found[found["ended"]]
         if len(done):
             self._done.append(done[np.argsort(done["order"], kind="stable")])
-            self.episodes += len(done)
 
 
 def _run_starts(ids: Array, ended: Array) -> Array:

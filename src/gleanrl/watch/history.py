@@ -41,35 +41,29 @@ class Thinned:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        """Start empty; ``most`` is even."""
+        """Start empty."""
         self.every = 1
-        """k: how many rows each one stands for."""
+        """k: how many rows each one represents."""
         self._rows: list[tuple[float, ...]] = []
-        self._most, self._skip = most, 0
+        self._most, self._added = most, 0
 
     def add(self, row: tuple[float, ...]) -> None:
         """Add a row."""
-        if self._skip:
-            self._skip -= 1
-        else:
-            self._keep([row])
+        if self._added % self.every == 0:
+            self._rows.append(row)
+            self._thin()
+        self._added += 1
 
     def extend(self, rows: Array) -> None:
         """Add the rows of ``rows``, ``[N, columns]``."""
-        while (at := self._skip) < len(rows):
-            kept = rows[at :: self.every][: self._most + 1 - len(self._rows)].tolist()
-            at += self.every * (len(kept) - 1)
-            self._keep(kept)
-            self._skip += at + 1
-        self._skip -= len(rows)
+        self._rows += rows[-self._added % self.every :: self.every].tolist()
+        self._added += len(rows)
+        self._thin()
 
-    def _keep(self, rows: list[tuple[float, ...]]) -> None:
-        """Add rows without skipping any, up to the first that exceeds the bound."""
-        self._rows += rows
-        if len(self._rows) > self._most:
+    def _thin(self) -> None:
+        while len(self._rows) > self._most:
             del self._rows[1::2]
             self.every *= 2
-        self._skip = self.every - 1
 
     def array(self) -> Array:
         """Return the rows, float64 ``[N, columns]``."""

@@ -41,8 +41,8 @@ class StatusFile:
         """Write nothing yet, and never if `OFF` forbids it."""
         self._owner = os.getpid()
         self._name = f"{self._owner}-{_start_of(self._owner)}-{next(_numbers)}"
-        self._folder = self._path = self._draft = ""
-        """Strings: a `Path` takes ten times as long where caches are cold."""
+        self._folder = ""
+        """A string: a `Path` takes ten times as long where caches are cold."""
         self._shown = os.environ.get(OFF) != "0"
 
     def _place(self) -> None:
@@ -52,7 +52,6 @@ class StatusFile:
             path.mkdir(mode=0o700)
         _living(path)
         self._folder = str(path)
-        self._path, self._draft = f"{path}/{self._name}", f"{path}/.{self._name}"
 
     def write(self, status: Callable[[], Mapping[str, Any]]) -> None:
         """Replace the file's contents by the result of ``status``; ignore failures."""
@@ -65,21 +64,22 @@ class StatusFile:
         with contextlib.suppress(OSError, StatusError):
             if not os.path.isdir(self._folder):
                 self._place()
-            file = os.open(self._draft, _FRESH, 0o600)
+            path, draft = f"{self._folder}/{self._name}", f"{self._folder}/.{self._name}"
+            file = os.open(draft, _FRESH, 0o600)
             try:
                 os.write(file, text.encode())
             finally:
                 os.close(file)
-            os.replace(self._draft, self._path)
+            os.replace(draft, path)
             if not self._shown:  # another thread removed it meanwhile
-                os.unlink(self._path)
+                os.unlink(path)
 
     def remove(self) -> None:
         """Remove the file; later writes are not shown. Idempotent; forked children keep it."""
         shown, self._shown = self._shown, False
-        if shown and self._path and os.getpid() == self._owner:
+        if shown and self._folder and os.getpid() == self._owner:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)
+                os.unlink(f"{self._folder}/{self._name}")
 
 
 def collections() -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ _AUTHOR_MASK = STEP - 1
 _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
-_READY, _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _AUTHORS, _BASE, _EPOCH = range(9)
-_OP, _TO_CURSOR, _TO_COUNT, _LAYOUT_SIZE, _OVERFLOW, _OVERFLOW_NEXT = range(9, 15)
+_SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _AUTHORS, _BASE, _EPOCH = range(8)
+_OP, _TO_CURSOR, _TO_COUNT, _OVERFLOW, _OVERFLOW_NEXT = range(8, 13)
 _COPY, _COMPLETE, _EMPTY = 1, 2, 3
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
 """Bounds above all real values, and far below the overflow of positions and counters."""
@@ -140,7 +140,7 @@ class RingIndex:
     @property
     def ready(self) -> bool:
         """Whether the layout of a row is known."""
-        return bool(self._h[_READY])
+        return bool(self._h[_SLOTS])
 
     @property
     def top(self) -> int:
@@ -169,13 +169,11 @@ class RingIndex:
         if len(layout) > self._layout.nbytes:
             raise ReplayError(f"rows with a layout of {len(layout):,} bytes have too many fields")
         self._layout[: len(layout)] = np.frombuffer(layout, np.uint8)
-        self._h[_LAYOUT_SIZE] = len(layout)
         self._h[_SLOTS] = slots
-        self._h[_READY] = 1
 
     def layout(self) -> bytes:
         """Return the layout passed to `initialise`."""
-        return self._layout[: int(self._h[_LAYOUT_SIZE])].tobytes()
+        return self._layout.tobytes().rstrip(b"\0")
 
     @contextmanager
     def append(self, rows: int, counted: int) -> Iterator[int]:
