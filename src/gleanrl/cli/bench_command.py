@@ -90,8 +90,8 @@ class Results:
 
     def advice(self) -> list[tuple[str, str]]:
         """Return the failed settings and the recommended ones."""
-        failed = [row for row in self.rows if row.error]
-        lines = [("failed", f"{described(row.setting)}: {row.error}") for row in failed]
+        errors = [(described(row.setting), row.error) for row in self.rows if row.error]
+        lines = [("failed", f"{name}: {error}") for name, error in errors]
         if best := self.best:
             lines.append(("command", command(best.setting)))
             lines.append(("in Python", call(best.setting, best.frames_per_batch)))

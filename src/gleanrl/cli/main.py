@@ -32,8 +32,6 @@ Examples:
   gleanrl inspect data/pendulum
   gleanrl top
 """
-
-
 _INSTEAD = {
     "--play": "; wrap the environment in Gymnasium's RecordVideo while it is collected or evaluated"
 }

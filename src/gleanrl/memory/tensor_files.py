@@ -26,6 +26,7 @@ import torch
 
 from gleanrl.core.errors import GleanError
 from gleanrl.core.keys import Key, format_key
+from gleanrl.core.layout import Field
 
 _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
@@ -55,23 +56,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def checked_field(source: object, key: Any, shape: Any, dtype: Any) -> Field:
+    """Return the field that a description ``source`` has.
+
+    Raises:
+        TensorFileError: it is no field.
+    """
+    if not isinstance(key, list) or not all(isinstance(part, str) for part in key):
+        raise TensorFileError(f"{source}: a key ({key!r:.50}) must be a list of strings")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
+        raise TensorFileError(
+            f"{source}: the shape of {key} ({shape!r:.50}) must list whole numbers"
+        )
+    known = dtype_named(dtype)
+    if known is None:
+        raise TensorFileError(f"{source}: the dtype of {key} ({dtype!r:.50}) is not known")
+    return Field(tuple(key), tuple(shape), known)
+
+
 @dataclass(frozen=True, slots=True)
-class TensorFile:
+class TensorFile(Field):
     """An entry of a description: one tensor in a raw file.
 
     The file of an entry that describes one row holds ``[rows, *shape]``; methods take ``rows``.
     """
 
-    key: Key
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     file: str
     """Path within the directory, parts separated by ``/``."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one tensor of this shape (of one row, if there are rows)."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry for a description."""
@@ -91,23 +102,13 @@ class TensorFile:
         """
         if not isinstance(entry, dict):
             raise TensorFileError(f"{source}: an entry of 'keys' is not an object")
-        key, shape, file = (entry.get(name) for name in ("key", "shape", "file"))
-        if not isinstance(key, list) or not key or not all(isinstance(part, str) for part in key):
-            raise TensorFileError(f"{source}: a key ({key!r:.50}) must be a list of strings")
-        if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
-            raise TensorFileError(
-                f"{source}: the shape of {key} ({shape!r:.50}) must list whole numbers"
-            )
-        dtype = dtype_named(entry.get("dtype"))
-        if dtype is None:
-            raise TensorFileError(
-                f"{source}: the dtype of {key} ({entry.get('dtype')!r:.50}) is not known"
-            )
+        key, shape, dtype, file = (entry.get(name) for name in ("key", "shape", "dtype", "file"))
+        field = checked_field(source, key or None, shape, dtype)
         if not isinstance(file, str) or not stays_inside(file):
             raise TensorFileError(
-                f"{source}: the file of {key} ({file!r:.100}) must be within the dataset"
+                f"{source}: the file of {field.key} ({file!r:.100}) must be within the dataset"
             )
-        return cls(tuple(key), tuple(shape), dtype, file)
+        return cls(field.key, field.shape, field.dtype, file)
 
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.

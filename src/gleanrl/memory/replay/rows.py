@@ -16,7 +16,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
-from gleanrl.memory.tensor_files import dtype_name, dtype_named
+from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -101,7 +101,7 @@ class RowLayout:
                 for key, shape, names in layout.get("groups", ())
             )
             return cls(
-                tuple(_field(*entry) for entry in layout["fields"]),
+                tuple(checked_field("a layout", *entry) for entry in layout["fields"]),
                 tuple(int(n) for n in layout["element"]),
                 layout["envs"],
                 tuple(tuple(key) for key in layout.get("once", ())),
@@ -109,13 +109,6 @@ class RowLayout:
             )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
-
-
-def _field(key: Any, shape: Any, dtype: Any) -> Field:
-    known = dtype_named(dtype)
-    if known is None:
-        raise ConfigError(f"torch has no dtype {dtype!r}")
-    return Field(tuple(key), tuple(int(size) for size in shape), known)
 
 
 def flatten(data: Any) -> dict[Key, torch.Tensor]:
