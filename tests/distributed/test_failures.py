@@ -328,7 +328,8 @@ def test_a_node_with_workers_of_its_own_is_replaced():
 
 def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():
     with relaunching(rig.counting(0), rig.counting(1)) as collector:
-        strangers = [socket.create_connection(collector._engine.backend.address) for _ in "123"]
+        place = collector._engine.backend.admitter.listener.getsockname()
+        strangers = [socket.create_connection(place) for _ in "123"]
         kill(collector, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

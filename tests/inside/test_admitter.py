@@ -7,31 +7,26 @@ import pytest
 import rig
 
 from gleanrl import WorkerDied
-from gleanrl.transport.handshake import Invitation, join, new_secret
-from gleanrl.transport.joining import NodeAdmitter, listen
+from gleanrl.transport.handshake import join
+from gleanrl.transport.joining import NodeAdmitter
 
 
 class FakeNode:
     """A node that does what it is told to by a function of the test's."""
 
-    address = "10.0.0.7"
-
     def __init__(self, guest, greet):
         self.index, self.sock, self._greet = guest.node, guest.sock, greet
         self.asked, self.closed, self.hung_up = 0, False, threading.Event()
 
-    def greet(self, life):
+    def bring_up(self, life):
         self._greet(self)
-
-    def await_start(self):
-        pass
 
     def listen(self):
         pass
 
     def exit_reason(self, reason):
         self.asked += 1
-        return reason
+        return f"on node 10.0.0.7 {reason}"
 
     def hang_up(self):
         self.hung_up.set()
@@ -61,18 +56,15 @@ class Rig:
     """An admitter, and what it has made."""
 
     def __init__(self, launcher=None, greet=lambda node: None, take=None):
-        listener, secret = listen("127.0.0.1", [0]), new_secret()
-        where, self.nodes = listener.getsockname(), []
+        self.nodes = []
 
         def make(guest):
             self.nodes.append(FakeNode(guest, greet))
             return self.nodes[-1]
 
-        self.invitation = lambda node: Invitation(*where, node, secret, 10.0)
-        self.listener = listener
         self.admitter = NodeAdmitter(
-            listener,
-            secret,
+            "127.0.0.1",
+            [0],
             launcher or FakeLauncher(),
             take or make,
             heartbeat=10.0,
@@ -83,7 +75,7 @@ class Rig:
         """Be a node that authenticates; in a thread, because the admitter has to answer."""
 
         def run():
-            sockets.append(join(self.invitation(node), 10.0)[0])
+            sockets.append(join(self.admitter.invitation(node), 10.0)[0])
 
         sockets = []
         thread = threading.Thread(target=run)
@@ -107,7 +99,7 @@ def make():
     yield build
     for each in made:
         each.admitter.stop(rig.LIMIT)
-        each.listener.close()
+        each.admitter.listener.close()
     rig.until(lambda: threading.active_count() <= threads)
 
 

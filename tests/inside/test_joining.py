@@ -74,9 +74,7 @@ def test_shutting_down_while_a_replacement_joins(tmp_path, how):
             else:
                 launcher.begun.wait()
         if how == "half in":  # it has shown the secret, and says no more
-            backend = collector._engine.backend
-            guest = Invitation(*backend.address, 1, backend._secret)
-            sock = join(guest, 5.0)[0]
+            sock = join(collector._engine.backend.admitter.invitation(1), 5.0)[0]
             assert sock.recv(10)
             assert number_in(collector.next()) == 0
         begin = time.monotonic()
@@ -152,7 +150,7 @@ def test_a_replacement_that_does_not_join_in_time_is_lost_too():
     with relaunching(
         rig.counting(0), rig.counting(1), launcher=launcher, start_timeout=10.0, max_relaunches=1
     ) as collector:
-        collector._engine.backend._admitter._timeout_s = 0.2
+        collector._engine.backend.admitter._timeout_s = 0.2
         collector.next()
         kill(collector, 1)
         told = []

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ConfigError, WorkerDied
 from gleanrl.core.options import warn
-from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit
+from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit, new_secret
 from gleanrl.transport.launchers import Launcher
 
 LOOK_S = 0.2
@@ -30,7 +30,7 @@ _MOST = 128
 """Strangers that are listened to at a time; others wait until one of them was let in or left."""
 
 
-def listen(host: str, ports: Sequence[int]) -> socket.socket:
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     """Listen on the first of ``ports`` that is free; warn if that is not the first.
 
     Raises:
@@ -56,13 +56,8 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
 class JoiningNode(Protocol):
     """The connection to a node that was let in, as far as joining needs it."""
 
-    address: str
-
-    def greet(self, life: int) -> None:
-        """Tell the node what to be; ``life``: how often it was lost before."""
-
-    def await_start(self) -> None:
-        """Wait until the node is up, or raise the reason why it is not."""
+    def bring_up(self, life: int) -> None:
+        """Tell the node what to be; if it was lost (``life`` times), wait until it is up."""
 
     def listen(self) -> None:
         """Read what the node has sent before its end."""
@@ -102,27 +97,32 @@ class NodeAdmitter(Generic[N]):
 
     def __init__(
         self,
-        listener: socket.socket,
-        secret: bytes,
+        host: str,
+        ports: Sequence[int],
         launcher: Launcher,
         take: Callable[[Guest], N],
         *,
         heartbeat: float,
         timeout_s: float,
     ) -> None:
-        """Let nobody in yet.
+        """Listen; nobody is let in yet.
 
         Args:
-            listener: Where nodes connect; it stays the caller's.
-            secret: What they have to know.
-            launcher: Starts them.
+            host: Address to listen on, and that nodes are told.
+            ports: To listen on the first of these that is free.
+            launcher: Starts the nodes.
             take: Makes a node of one that was let in.
             heartbeat: Told to nodes: seconds without a sign of life after which they are lost.
             timeout_s: Seconds that a node may take to join, and then to be up.
+
+        Raises:
+            ConfigError: no port is free, or the secret in the environment is too short.
         """
-        self._listener, self._secret, self._launcher = listener, secret, launcher
-        self._take, self._heartbeat, self._timeout_s = take, heartbeat, timeout_s
-        self._lock = threading.Lock()
+        self._secret = new_secret()
+        self.listener = _listen(host, ports)
+        self._launcher, self._take = launcher, take
+        self._heartbeat, self._timeout_s = heartbeat, timeout_s
+        self._lock = threading.RLock()
         self._wanted: dict[int, _Wanted[N]] = {}
         self._threads: set[threading.Thread] = set()
         self._strangers: set[socket.socket] = set()
@@ -142,8 +142,13 @@ class NodeAdmitter(Generic[N]):
         They have no deadline of their own: the learner has one.
         """
         self._wanted = {index: _Wanted(0, Deadline(None)) for index in range(count)}
-        self._launcher.launch([self._invitation(index) for index in range(count)])
+        self._launcher.launch([self.invitation(index) for index in range(count)])
         self._start(self._admit_loop)
+
+    def invitation(self, node: int) -> Invitation:
+        """Return what node ``node`` needs to find this port and to be let in."""
+        host, port = self.listener.getsockname()[:2]
+        return Invitation(host, port, node, self._secret, self._timeout_s)
 
     def want(self, index: int, life: int) -> None:
         """Have node ``index``, which was lost ``life`` times, started again."""
@@ -178,7 +183,7 @@ class NodeAdmitter(Generic[N]):
             self._closing = True
             nodes = [wanted.node for wanted in self._wanted.values()]
             threads = list(self._threads)
-        for sock in (self._listener, *self._strangers):  # which wakes who waits for them
+        for sock in (self.listener, *self._strangers):  # which wakes who waits for them
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for node in nodes:
@@ -209,7 +214,7 @@ class NodeAdmitter(Generic[N]):
                 return
             self._admitting = True
         knocks = select.poll()
-        knocks.register(self._listener, select.POLLIN)
+        knocks.register(self.listener, select.POLLIN)
         while True:
             with self._lock:
                 if self._closing or not self._wanted:
@@ -229,14 +234,10 @@ class NodeAdmitter(Generic[N]):
                 for index, each in wanted:
                     self._fail(index, each, f"could not be let in ({err})")
 
-    def _invitation(self, node: int) -> Invitation:
-        host, port = self._listener.getsockname()[:2]
-        return Invitation(str(host), int(port), node, self._secret, self._timeout_s)
-
     def _launch(self, index: int, wanted: _Wanted[N]) -> None:
         wanted.deadline = Deadline(self._timeout_s)
         try:
-            self._launcher.launch([self._invitation(index)])
+            self._launcher.launch([self.invitation(index)])
         except BaseException as err:  # `SystemExit` of a launcher would end this thread only
             self._fail(index, wanted, f"could not be started ({type(err).__name__}: {err})")
         finally:
@@ -262,7 +263,7 @@ class NodeAdmitter(Generic[N]):
         if not knocks.poll(1000 * LOOK_S) or self._closing:
             return
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self.listener.accept()
         except OSError as err:
             if err.errno in (errno.EMFILE, errno.ENFILE):  # others may give descriptors back
                 time.sleep(_NAP_S)
@@ -296,27 +297,22 @@ class NodeAdmitter(Generic[N]):
                 return
             try:
                 node = wanted.node = self._take(guest)
-            except OSError as err:  # of a replacement there may be another
+            except OSError as err:
                 guest.sock.close()
-                gone = "" if wanted.life else f"was gone as soon as it had joined ({err})"
-                node = None
-            if wanted.life and node is not None:
+                if not wanted.life:  # else the replacement may come again
+                    self._fail(index, wanted, f"was gone as soon as it had joined ({err})")
+                return
+            if wanted.life:
                 wanted.deadline = Deadline(self._timeout_s)
-        if node is not None:
-            self._bring_up(index, wanted, node)
-        elif gone:
-            self._fail(index, wanted, gone)
+        self._bring_up(index, wanted, node)
 
     def _bring_up(self, index: int, wanted: _Wanted[N], node: N) -> None:
         try:
-            node.greet(wanted.life)
-            if wanted.life:  # the learner goes on with the others meanwhile
-                node.await_start()
+            node.bring_up(wanted.life)
         except BaseException as err:  # whatever it is, the learner is told
             if not self._closing:  # else nobody asks why
                 node.listen()
-                reason = node.exit_reason(f"was lost while it joined ({err})")
-                self._fail(index, wanted, f"on node {node.address} {reason}")
+                self._fail(index, wanted, node.exit_reason(f"was lost while it joined ({err})"))
             node.close()
             return
         with self._lock:

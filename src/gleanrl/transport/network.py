@@ -27,11 +27,11 @@ from gleanrl.transport.data_plane import (
     Pair,
     Transfer,
 )
-from gleanrl.transport.handshake import Guest, new_secret
+from gleanrl.transport.handshake import Guest
 from gleanrl.transport.interrupts import Deferred, interruptible
-from gleanrl.transport.joining import LOOK_S, NodeAdmitter, listen
+from gleanrl.transport.joining import LOOK_S, NodeAdmitter
 from gleanrl.transport.launchers import Launcher
-from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend, RemoteFlag
+from gleanrl.transport.peer import ChannelBackend, ChannelPeer, RemoteFlag
 from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.process_group import ProcessGroups
 from gleanrl.transport.wire import (
@@ -72,16 +72,16 @@ class Node(ChannelPeer):
         super().__init__(guest.node, Channel(sock, guest.keys))
         self.channel.keep_alive(backend.timeout_s)
         self._backend = backend
-        self.address = str(sock.getpeername()[0])
+        self.address: str = sock.getpeername()[0]
         self.here = str(sock.getsockname()[0])
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
         self.leaving: str | None = None
         """Why it ends, if it has said so or this side ends it."""
-        self.announced: deque[bytes] = deque()
-        """Replies that have come, of which not all that belongs to them may be here."""
-        self._ended: float | None = None
-        """When its connection was seen to have ended."""
+        self.replies: deque[bytes] = deque()
+        """Takes its replies; once it has joined, the queue of the backend."""
+        self.in_flight: Deadline | None = None
+        """Once its connection has ended: until then, data that it has sent may arrive."""
         self._sending = threading.Lock()
         self._keys: dict[str, bytes] = {}
         self._pair: Pair | None = None
@@ -94,10 +94,18 @@ class Node(ChannelPeer):
 
     # -- joining ---------------------------------------------------------------------------------
 
-    def greet(self, life: int) -> None:
-        """Tell it what to be; returns once it and this side have agreed on how data travel."""
+    def bring_up(self, life: int) -> None:
+        """Tell the node what to be and agree on how data travel; wait until a replacement is up.
+
+        The wait has no deadline of its own: giving the node up hangs up on it.
+
+        Raises:
+            EOFError: the node is gone.
+        """
         self.channel.send(pickle.dumps(self._backend.boot(self.index, life)))
         self._pair = self._backend.plane.pair(self)
+        if life:  # the learner continues with the others meanwhile
+            self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.replies), None)
 
     def tell(self, key: str, value: bytes) -> None:
         self.channel.send(key_frame(key, value))
@@ -111,16 +119,6 @@ class Node(ChannelPeer):
         """
         self._read_until(lambda: key in self._keys, self._backend.timeout_s)
         return self._keys[key]
-
-    def await_start(self) -> None:
-        """Wait until the node has said that it is up, or why it is not.
-
-        It has no deadline of its own: whoever gives the node up hangs up on it.
-
-        Raises:
-            EOFError: it is gone.
-        """
-        self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.announced), None)
 
     def _read_until(self, there: Callable[[], bool], timeout: float | None) -> None:
         readable = select.poll()
@@ -172,7 +170,7 @@ class Node(ChannelPeer):
             elif kind == WEIGHTS:
                 self._weights_taken()
             elif kind != BEAT:
-                self.announced.append(frame)
+                self.replies.append(frame)
         self.heard = time.monotonic()
 
     # -- data ------------------------------------------------------------------------------------
@@ -224,15 +222,10 @@ class Node(ChannelPeer):
         """End the connection for both sides; whoever waits for it is told. Any thread may."""
         self.channel.hang_up()
 
-    def in_flight(self) -> bool:
-        """Whether what it sent before its connection ended may still be on its way."""
-        now = time.monotonic()
-        self._ended = self._ended or now
-        return bool(self.announced) and now - self._ended < _IN_FLIGHT_S
-
     def exit_reason(self, reason: str, timeout: float = _NEWS_S) -> str:
         """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
-        return self.leaving or self._backend.launcher.exit_reason(self.index, timeout) or reason
+        told = self.leaving or self._backend.launcher.exit_reason(self.index, timeout)
+        return f"on node {self.address} {told or reason}"
 
     def listen(self) -> None:
         """Look whether the node has said that it ends, in what nobody has read yet."""
@@ -311,7 +304,7 @@ class FlatWeightPublisher:
         self._sent.pop(node, None)
 
 
-class NetworkBackend(RemoteBackend[Node]):
+class NetworkBackend(ChannelBackend[Node]):
     """One node per worker, wherever a launcher starts them.
 
     Nodes connect here and authenticate. Commands, replies and signs of life travel on that
@@ -353,21 +346,15 @@ class NetworkBackend(RemoteBackend[Node]):
         super().__init__()
         self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
         self.plane = ProcessGroups(timeout_s=timeout_s) if plane is None else plane
-        self._channels: Channels[Node] = Channels()
         self._threads, self._start_timeout, self._replaces = threads, start_timeout, replaces
-        self._secret = new_secret()
         self._factories: list[bytes] = []
         self._publisher: FlatWeightPublisher | None = None
         self._closed = False
         self.stop_byte: Stop = RemoteFlag(self._send_stop)
         self._nap = _NAPS_S[0]
-        self._listener = listen(host or launcher.address(), ports)
-        host, port = self._listener.getsockname()[:2]
-        self.address = str(host), int(port)
-        """Where nodes connect to."""
-        self._admitter = NodeAdmitter(
-            self._listener,
-            self._secret,
+        self.admitter = NodeAdmitter(
+            host or launcher.address(),
+            ports,
             launcher,
             lambda guest: Node(guest, self),
             heartbeat=timeout_s,
@@ -385,14 +372,15 @@ class NetworkBackend(RemoteBackend[Node]):
             CollectorTimeout: not all had joined in time.
         """
         self._factories = pickled_each(factories)
-        self._admitter.launch_first(len(factories))
+        self.admitter.launch_first(len(factories))
         joined: dict[int, Node] = {}
         deadline = Deadline(self._start_timeout)
         while missing := [worker for worker in range(len(factories)) if worker not in joined]:
             if deadline.expired:
-                host, port = self.address
+                place = self.admitter.invitation(0)
                 raise CollectorTimeout(
-                    f"nodes {missing} did not join {host}:{port} within {self._start_timeout} s"
+                    f"nodes {missing} did not join {place.host}:{place.port} within "
+                    f"{self._start_timeout} s"
                 )
             self._look()
             node = self._next_joined(min(deadline.left, LOOK_S))
@@ -400,10 +388,10 @@ class NetworkBackend(RemoteBackend[Node]):
                 joined[node.index] = node
         self._peers = [joined[worker] for worker in range(len(factories))]
         if self._replaces:
-            self._channels.poller.register(self._admitter.bell, select.EPOLLIN)
+            self._poller.register(self.admitter.bell, select.EPOLLIN)
         else:
-            self._admitter.stop(_EXIT_GRACE_S)
-            self._listener.close()
+            self.admitter.stop(_EXIT_GRACE_S)
+            self.admitter.listener.close()
 
     def boot(self, index: int, life: int) -> Boot:
         """Return what node ``index`` is to be, which was lost ``life`` times."""
@@ -412,7 +400,7 @@ class NetworkBackend(RemoteBackend[Node]):
 
     def _look(self) -> None:
         """Look whether nodes that have joined are still there."""
-        for fd, events in self._channels.poller.poll(0):
+        for fd, events in self._poller.poll(0):
             self._turn_to(fd, events)
 
     def _next_joined(self, timeout: float = 0.0) -> Node | None:
@@ -421,12 +409,14 @@ class NetworkBackend(RemoteBackend[Node]):
         Raises:
             WorkerDied: one is lost before it has joined.
         """
-        node = self._admitter.pop(timeout)
+        node = self.admitter.pop(timeout)
         if isinstance(node, WorkerDied):
             raise node
         if node is not None:
             node.heard = time.monotonic()
-            self._channels.watch(node)
+            self._arrived += node.replies
+            node.replies = self._arrived
+            self._watch(node)
         return node
 
     def replace(self, worker: int, life: int) -> None:
@@ -440,7 +430,7 @@ class NetworkBackend(RemoteBackend[Node]):
             life: How many were lost before the new one.
         """
         self._drop(self._peers[worker])
-        self._admitter.want(worker, life)
+        self.admitter.want(worker, life)
 
     def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher:
         """Prepare to send weights like these to all nodes that are told of it by `Bind`."""
@@ -458,12 +448,10 @@ class NetworkBackend(RemoteBackend[Node]):
         peer.post(ticket, command)
         if publisher is not None and isinstance(command, m.Bind):
             publisher.include(peer)
-        self._channels.watch(peer)
+        self._watch(peer)
 
     def wait(self, timeout: float) -> None:
-        # Nothing tells when a rollout that was announced has landed.
-        landing = any(node.announced for node in self._channels.peers())
-        self._channels.wait(_NAPS_S[1] if landing else timeout)
+        super().wait(_NAPS_S[1] if self._arrived else timeout)
 
     def _send_stop(self, value: int) -> None:
         for node in self._peers:
@@ -471,34 +459,57 @@ class NetworkBackend(RemoteBackend[Node]):
                 node.put(STOP + bytes([value]))
 
     def _poll(self, timeout: float | None) -> float | None:
-        waiting = [node for node in self._channels.peers() if node.announced]
-        if waiting and timeout:  # announced but not here, and nobody tells when it is
+        if timeout and self._arrived:  # replies without their data: nothing tells when these come
             interruptible(time.sleep, min(self._nap, timeout))
             self._nap, timeout = min(2 * self._nap, _NAPS_S[1]), 0.0
-        for fd, events in interruptible(self._channels.poller.poll, timeout):
+        for fd, events in interruptible(self._poller.poll, timeout):
             self._turn_to(fd, events)
-        for node in self._channels.peers():
-            self._deliver(node)
-        if self._arrived:
-            self._nap = _NAPS_S[0]
+        if self._first_here() is not None:
             return None
         silent_in = self._next_silence(time.monotonic())
-        if any(node.announced for node in self._channels.peers()):
-            return self._nap
-        return silent_in
+        return self._nap if self._arrived else silent_in
+
+    def _first_here(self) -> int | None:
+        """Return the place of the oldest reply whose data are here; those of a node keep order."""
+        waiting: set[int] = set()
+        for place, frame in enumerate(self._arrived):
+            ticket, worker = head_of(frame)
+            if worker not in waiting and self._peers[worker].is_here(ticket):
+                return place
+            waiting.add(worker)
+        return None
+
+    def _next(self) -> bytes | None:
+        place = self._first_here()
+        if place is None:
+            return None
+        frame: bytes = self._arrived[place]
+        ticket, worker = head_of(frame)
+        try:
+            self._peers[worker].land(ticket)
+        except RuntimeError as err:
+            reason = f"was lost in the middle of a rollout ({err})"
+            raise self._died(self._peers[worker], reason) from None
+        del self._arrived[place]
+        self._nap = _NAPS_S[0]
+        return frame
+
+    def _has_announced(self, node: Node) -> bool:
+        """Tell whether a reply of ``node`` waits for its data."""
+        return any(head_of(frame)[1] == node.index for frame in self._arrived)
 
     def _turn_to(self, fd: int, events: int) -> None:
-        if fd == self._admitter.bell:
+        if fd == self.admitter.bell:
             self._replace()
             return
-        node = self._channels.by_fd[fd]
+        node = self._by_fd[fd]
         # Read first: what a node sent before it ended is whole, and so is what it is about.
         if events & ~select.EPOLLOUT:
             self._hear(node)
         if events & select.EPOLLOUT:
             node.flush()
         if not node.gone:
-            self._channels.watch(node)
+            self._watch(node)
 
     def _replace(self) -> None:
         node = self._next_joined()
@@ -507,20 +518,6 @@ class NetworkBackend(RemoteBackend[Node]):
             if self.stop_byte[0]:
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
-    def _deliver(self, node: Node) -> None:
-        """Hand over the replies of ``node`` that are here with all that belongs to them."""
-        while node.announced:
-            ticket, _ = head_of(node.announced[0])
-            if not node.is_here(ticket):
-                return
-            try:
-                node.land(ticket)
-            except RuntimeError as err:
-                node.announced.clear()
-                raise self._died(node, f"was lost in the middle of a rollout ({err})") from None
-            self._arrived.append(node.announced[0])
-            node.announced.popleft()
-
     def _next_silence(self, now: float) -> float:
         """Return the seconds until some node has been silent for too long.
 
@@ -528,8 +525,8 @@ class NetworkBackend(RemoteBackend[Node]):
             WorkerDied: one has.
         """
         left = self.timeout_s
-        for node in self._channels.peers():
-            if node.leaving is not None and not node.announced:
+        for node in self._by_fd.values():
+            if node.leaving is not None and not self._has_announced(node):
                 raise self._died(node, node.leaving)
             silent_for_s = now - node.heard
             if silent_for_s >= self.timeout_s:
@@ -550,7 +547,9 @@ class NetworkBackend(RemoteBackend[Node]):
             peer.leaving = f"was let go of: {err}"
             raise self._died(peer, peer.leaving) from None
         except (EOFError, OSError) as err:
-            if not peer.in_flight():  # else what it had sent comes first; this is told again
+            peer.in_flight = peer.in_flight or Deadline(_IN_FLIGHT_S)
+            # While data may arrive they come first; this is told again.
+            if peer.in_flight.expired or not self._has_announced(peer):
                 raise self._died(peer, f"closed its connection ({err})") from None
 
     def _exit_reason(self, peer: Node, reason: str) -> str:
@@ -558,16 +557,18 @@ class NetworkBackend(RemoteBackend[Node]):
         if not peer.gone:
             peer.listen()
         wait = 0.0 if silent or peer.gone else _NEWS_S
-        return f"on node {peer.address} {interruptible(peer.exit_reason, reason, wait)}"
+        return interruptible(peer.exit_reason, reason, wait)
 
     def _drop(self, peer: Node) -> None:
         """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
         if self._publisher is not None:
             self._publisher.forget(peer)
-        self._channels.drop(peer)
+        super()._drop(peer)
         peer.close()
-        peer.announced.clear()  # rollouts it had announced cannot be fetched any more
-        self._arrived = deque(f for f in self._arrived if head_of(f)[1] != peer.index)
+        # Rollouts that it had announced cannot be fetched any more.
+        others = [frame for frame in self._arrived if head_of(frame)[1] != peer.index]
+        self._arrived.clear()
+        self._arrived += others
 
     def stop(self, timeout: float) -> None:
         """End all nodes, also those that are just joining. Idempotent."""
@@ -578,21 +579,21 @@ class NetworkBackend(RemoteBackend[Node]):
         mine = self._owner == os.getpid()
         try:
             if mine:
-                self._admitter.stop(min(timeout, _EXIT_GRACE_S))
+                self.admitter.stop(min(timeout, _EXIT_GRACE_S))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
 
     def _end_nodes(self, mine: bool, timeout: float) -> None:
-        nodes = {*self._peers, *self._channels.peers()}
+        nodes = {*self._peers, *self._by_fd.values()}
         self._peers = []
         self._arrived.clear()
         if not mine:
             _keep_for_ever((self, nodes))
         for node in nodes:
             node.close(drop=mine)
-        self._listener.close()
+        self.admitter.listener.close()
         self.launcher.stop(min(timeout, _EXIT_GRACE_S))
-        self._channels.poller.close()
+        self._poller.close()
 
 
 def _keep_for_ever(held: object) -> None:

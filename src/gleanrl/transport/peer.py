@@ -69,7 +69,7 @@ class RemoteBackend(ABC, Generic[P]):
         self._peers: list[P] = []
         """In worker order; empty before `start` and after `stop`."""
         self._arrived: deque[Any] = deque()
-        """Frames of replies that are here with all that belongs to them."""
+        """Frames of replies, in the order in which they came."""
 
     @abstractmethod
     def _post(self, peer: P, ticket: int, command: m.Command) -> None:
@@ -116,14 +116,19 @@ class RemoteBackend(ABC, Generic[P]):
             WorkerDied: a worker is gone.
         """
         deadline, wait = Deadline(timeout), 0.0 if self._looks_first else timeout
-        while not self._arrived:
+        frame = self._next() if self._arrived else None
+        while frame is None:
             soon = self._poll(wait)
-            if self._arrived:
-                break
-            if deadline.expired:
-                raise CollectorTimeout(f"no worker replied within {timeout} s")
-            wait = deadline.timeout if soon is None else min(soon, deadline.left)
-        return reply_in(self._arrived.popleft())
+            frame = self._next()
+            if frame is None:
+                if deadline.expired:
+                    raise CollectorTimeout(f"no worker replied within {timeout} s")
+                wait = deadline.timeout if soon is None else min(soon, deadline.left)
+        return reply_in(frame)
+
+    def _next(self) -> bytes | None:
+        """Take the oldest reply whose data are here, if there is one."""
+        return self._arrived.popleft() if self._arrived else None
 
     def _died(self, peer: P, reason: str) -> WorkerDied:
         """Let go of ``peer``, which is gone; return the error that says so."""
@@ -156,38 +161,33 @@ class ChannelPeer:
             self.channel.flush()
 
 
-class Channels(Generic[C]):
-    """The connections to all workers, waited for together."""
+class ChannelBackend(RemoteBackend[C]):
+    """A `RemoteBackend` with a `Channel` to every worker; it waits for all of them together."""
 
     def __init__(self) -> None:
-        self.poller = select.epoll()
-        self.by_fd: dict[int, C] = {}
-        """Those that are waited for, by descriptor."""
+        super().__init__()
+        self._poller = select.epoll()
+        self._by_fd: dict[int, C] = {}
+        """Workers that are waited for, by descriptor."""
 
-    def watch(self, peer: C) -> None:
+    def _watch(self, peer: C) -> None:
         """Wait for what ``peer`` sends, and for room if something is still to be sent to it."""
         fd = peer.channel.fileno()
         wanted = select.EPOLLIN | (select.EPOLLOUT if peer.channel.pending else 0)
         if not peer.watched_for:
-            self.by_fd[fd] = peer
-            self.poller.register(fd, wanted)
+            self._by_fd[fd] = peer
+            self._poller.register(fd, wanted)
         elif wanted != peer.watched_for:
-            self.poller.modify(fd, wanted)
+            self._poller.modify(fd, wanted)
         peer.watched_for = wanted
 
-    def peers(self) -> list[C]:
-        """Return the workers that are waited for."""
-        return list(self.by_fd.values())
-
     def wait(self, timeout: float) -> None:
-        """Wait until something has come, at most ``timeout`` seconds."""
         with contextlib.suppress(ValueError):  # closed meanwhile
-            self.poller.poll(timeout)
+            self._poller.poll(timeout)
 
-    def drop(self, peer: C) -> None:
-        """Close the connection to ``peer``. Idempotent."""
+    def _drop(self, peer: C) -> None:
         fd = peer.channel.fileno()
         if fd >= 0:
-            if self.by_fd.pop(fd, None) is not None:
-                self.poller.unregister(fd)
+            if self._by_fd.pop(fd, None) is not None:
+                self._poller.unregister(fd)
             peer.channel.close()

@@ -18,7 +18,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.interrupts import interruptible
-from gleanrl.transport.peer import ChannelPeer, Channels, RemoteBackend
+from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.wire import Channel
 from gleanrl.transport.worker_loop import Boot, Surroundings
@@ -62,15 +62,14 @@ def zygote() -> Zygote:
         return _zygote
 
 
-class ProcessBackend(RemoteBackend[ChannelPeer]):
+class ProcessBackend(ChannelBackend[ChannelPeer]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
     def __init__(self, threads: int = 1, start_timeout: float = 120.0) -> None:
         super().__init__()
         self._threads, self._start_timeout = threads, start_timeout
         with contextlib.ExitStack() as undo:
-            self._channels: Channels[ChannelPeer] = Channels()
-            undo.callback(self._channels.poller.close)
+            undo.callback(self._poller.close)
             self._zygote = zygote()
             self.memory = SharedMemory()
             """The arena's memory."""
@@ -115,7 +114,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         boot = Boot(worker, factory, self._threads, surroundings=Surroundings.here())
         with contextlib.suppress(ConnectionError):
             process.channel.post(pickle.dumps(boot))
-        self._channels.watch(process)
+        self._watch(process)
 
     def _post(self, peer: ChannelPeer, ticket: int, command: m.Command) -> None:
         channel = peer.channel
@@ -125,11 +124,11 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         with contextlib.suppress(ConnectionError):
             channel.post(frame)
         if channel.pending:
-            self._channels.watch(peer)
+            self._watch(peer)
 
     def _poll(self, timeout: float | None) -> None:
-        for fd, events in interruptible(self._channels.poller.poll, timeout):
-            peer = self._channels.by_fd[fd]
+        for fd, events in interruptible(self._poller.poll, timeout):
+            peer = self._by_fd[fd]
             # Read first: what a worker sent before it ended is whole, and so is what it is about.
             if events & ~select.EPOLLOUT:
                 try:
@@ -138,10 +137,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
                     raise self._died(peer, "closed its connection") from None
             if events & select.EPOLLOUT:
                 peer.flush()
-                self._channels.watch(peer)
-
-    def wait(self, timeout: float) -> None:
-        self._channels.wait(timeout)
+                self._watch(peer)
 
     def no_end_noticed(self) -> bool:
         return not self._ends.poll(0)
@@ -155,7 +151,7 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
     def _drop(self, peer: ChannelPeer) -> None:
         if not peer.gone:
             self._ends.unregister(peer.channel.fileno())
-        self._channels.drop(peer)
+        super()._drop(peer)
 
     def stop(self, timeout: float) -> None:
         processes, self._peers = self._peers, []
@@ -165,6 +161,6 @@ class ProcessBackend(RemoteBackend[ChannelPeer]):
         # In a forked child of the learner they are somebody else's workers.
         if self._owner == os.getpid():
             self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _EXIT_GRACE_S))
-        self._channels.poller.close()
+        self._poller.close()
         self.memory.close()
         self._control.close()

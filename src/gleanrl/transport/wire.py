@@ -167,15 +167,16 @@ def _read_reply(frame: bytes) -> m.Reply:
 
 def reply_in(frame: bytes) -> m.Reply:
     """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
-    ticket, worker = head_of(frame)
     try:
         reply = _read_reply(frame)
     except Exception as err:  # whatever the user's objects do when unpickled
+        ticket, worker = head_of(frame)
         problem = f"the answer of worker {worker} cannot be loaded here"
         advice = "ask for an attribute that can be unpickled in the learner's process"
         return _failed(worker, ticket, err, problem, advice)
     if isinstance(reply, m.Failed):
-        return m.Failed(worker, ticket, raised(worker, reply.error))  # type: ignore[arg-type]
+        worker = reply.worker
+        return m.Failed(worker, reply.ticket, raised(worker, reply.error))  # type: ignore[arg-type]
     return reply
 
 

@@ -68,15 +68,11 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.owner = os.getpid()
-        self._asked = 0
-        self._forks: dict[int, int] = {}
-        """Process ids by number of the fork."""
+        self._requested = 0
+        self._replies: dict[tuple[bytes, int], int] = {}
+        """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
         """The latest fork that got a process id."""
-        self._refused: dict[int, int] = {}
-        """Error numbers of forks that failed."""
-        self._statuses: dict[int, int] = {}
-        """How workers ended, by number of the fork: process ids come round again."""
         # Several collectors, in several threads, share it. Reentrant, because the garbage collector
         # may close one collector in the middle of another's fork; whoever reads a message notes it
         # for all.
@@ -110,38 +106,39 @@ class Zygote:
         """
         deadline = Deadline(timeout)
         with self._lock:
-            self._asked += 1
-            number = self._asked
+            self._requested += 1
+            number = self._requested
+            forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
                 self._ask_for(what, number, fds)
-                while not {number, 0}.intersection((*self._forks, *self._refused)):
+                while self._replies.keys().isdisjoint((forked, *refused)):
                     self._hear(deadline)
             except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
                 self._ask_for(b"kill", number)
                 raise
-            if number not in self._forks:
-                error = self._refused.pop(number, None) or self._refused[0]
+            if forked not in self._replies:
+                error = next(self._replies[each] for each in refused if each in self._replies)
                 raise WorkerDied(
                     f"no process could be started: {os.strerror(error)}; fewer workers, or a "
                     "higher limit of processes, descriptors (ulimit -u, -n) or memory would help"
                 )
-            pid = self._forks.pop(number)
+            pid = self._replies.pop(forked)
             self._numbers[pid] = number
             return pid
 
     def exit_status(self, pid: int, timeout: float) -> int | None:
         """Return how worker ``pid`` ended (as `subprocess` counts), ``None`` if it has not yet."""
-        number, deadline = self._numbers[pid], Deadline(timeout)
+        ended, deadline = (b"E", self._numbers[pid]), Deadline(timeout)
         if not self._lock.acquire(timeout=deadline.left):
             return None
         try:
-            while number not in self._statuses:
+            while ended not in self._replies:
                 self._hear(deadline)
         except (CollectorTimeout, WorkerDied):
             return None
         finally:
             self._lock.release()
-        return self._statuses[number]
+        return self._replies[ended]
 
     def _ask_for(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
         if self._socket.fileno() >= 0:
@@ -172,7 +169,7 @@ class Zygote:
                 f"the process that starts workers ended{self._how()}; its message is above"
             )
         kind, number, value = _REPLY.unpack(message)
-        {b"F": self._forks, b"E": self._statuses, b"X": self._refused}[kind][number] = value
+        self._replies[kind, number] = value
 
     def _how(self) -> str:
         if self._process is None:
