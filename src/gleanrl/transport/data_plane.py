@@ -1,8 +1,8 @@
 """How the tensors of rollouts and weights travel between the learner and its nodes, and land.
 
-Commands and replies travel on each node's connection. Data travel beside it, between two `Pair`s
-that a `DataPlane` makes: one in the learner, one in the node. Both sides count what they send and
-receive, so nothing says which tensor is which but the order of the calls.
+Commands and replies travel on each node's connection. Data travel between two `Pair`s that a
+`DataPlane` makes: one in the learner, which receives rollouts and sends weights, and one in the
+node. Only the order of calls tells which tensor is which.
 
 A rollout travels as the block that `packed` lays out, in as few pieces as allow the bulk of it to
 be received where it belongs. Both sides work the pieces out from the window's reference. The mark
@@ -22,9 +22,6 @@ from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import MARK, packed, window_over
 
-ROLLOUT_TAG, WEIGHTS_TAG = 1, 2
-"""What a transfer is about; of either the first that is sent is the first that is received."""
-
 
 class Transfer(Protocol):
     """One tensor on its way."""
@@ -37,22 +34,22 @@ class Transfer(Protocol):
         """Wait for the end of the transfer; once over, do nothing.
 
         Raises:
-            RuntimeError: the other side is gone, or stood still for too long; the pair is of no
-                use any more.
+            RuntimeError: the other side is gone, or stood still for too long; the pair cannot be
+                used any more.
         """
 
 
 class Pair(Protocol):
-    """One side of what carries data."""
+    """One side of the way for data, on which the first tensor sent is the first received."""
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def send(self, tensor: torch.Tensor) -> Transfer:
         """Begin to send ``tensor``, which must not change until the transfer is finished.
 
         Raises:
             RuntimeError: the other side is gone.
         """
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor) -> Transfer:
         """Begin to receive into ``tensor`` (uint8), which is whole once that is finished."""
 
 
@@ -68,7 +65,7 @@ class Connection(Protocol):
         """Send ``value`` to the other side."""
 
     def key(self, key: str) -> bytes:
-        """Wait for what the other side tells of ``key``."""
+        """Wait for the other side's value of ``key``."""
 
 
 Connect = Callable[[Connection], Pair]
@@ -78,7 +75,7 @@ class DataPlane(Protocol):
     """A way for data, from the learner's side."""
 
     def connect(self, node: int) -> Connect:
-        """Return what makes the node's side, there; it is pickled."""
+        """Return a picklable function that makes the node's side in the node."""
 
     def pair(self, connection: Connection) -> Pair:
         """Make this side, while the node makes its own."""
@@ -141,7 +138,7 @@ class RolloutBlock:
 
 
 class Landing:
-    """Where the pieces of a rollout are received, and what is to be copied then."""
+    """The memory that receives the pieces of a rollout, and the copies to be made afterwards."""
 
     def __init__(self, window: Window, reference: WindowRef) -> None:
         plan, nbytes = packed(reference)
@@ -174,7 +171,7 @@ class Landing:
         return int(self._mark[0])
 
     def settle(self) -> None:
-        """Put what was not received there where it belongs."""
+        """Copy the fields that were received beside the window."""
         for target, source in self._copied:
             target.copy_(source)
 
@@ -182,25 +179,22 @@ class Landing:
 class Arrival:
     """A rollout that is due by transfers.
 
-    The end of a transfer can only be waited for, without regard to deadlines and interrupts, and
-    for long if the other side is gone in the middle of it. So nobody does before the mark is there,
-    which comes last.
+    A wait for the end of a transfer ignores deadlines and interrupts, and takes long if the other
+    side is gone in the middle of it. So no wait begins before the mark is there, which comes last.
     """
 
-    def __init__(
-        self, ticket: int, landing: Landing, receive: Callable[[torch.Tensor], Transfer]
-    ) -> None:
+    def __init__(self, ticket: int, landing: Landing, pair: Pair) -> None:
         self._ticket, self._landing = ticket, landing
         self._transfers: list[Transfer] = []
         self._error: RuntimeError | None = None
         try:
-            self._transfers += [receive(piece) for piece in landing.pieces]
+            self._transfers += [pair.receive(piece) for piece in landing.pieces]
         except RuntimeError as err:
             self._error = err
 
     @property
     def here(self) -> bool:
-        """Whether `finish` would not have to wait."""
+        """Whether `finish` would return at once."""
         if self._error is not None or self._landing.mark == self._ticket:
             return True
         return all(transfer.over for transfer in self._transfers)

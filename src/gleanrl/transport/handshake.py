@@ -7,10 +7,10 @@ A node and a learner show each other that they know the same secret:
     learner -> node     timeout_s, HMAC(secret, "learner", both nonces, index, timeout_s)
 
 Sizes are fixed and nothing is unpickled: a stranger gets no further than this. Both sides derive
-keys from the secret and all that was said, and every later frame is authenticated with these (see
-`transport.wire`). Who passes this introduction on therefore knows no key, and can neither change
-nor add anything. Addresses are no part of it, so that tunnels and address translators may be in
-between. Frames are not encrypted.
+keys from the secret and this exchange, and authenticate every later frame with them (see
+`transport.wire`). A relay of the exchange therefore knows no key, and can neither change nor add
+frames. Addresses are not signed, so that tunnels and address translators may be in between. Frames
+are not encrypted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SHORTEST = 16
 
 
 class HandshakeError(GleanError):
-    """The other side of a connection is not who it should be."""
+    """The other side of a connection could not prove its identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a node needs to find its learner and to be let in."""
+    """The address of a learner and the secret that lets a node in."""
 
     host: str
     port: int
@@ -67,7 +67,7 @@ def new_secret() -> bytes:
 
 
 def secret_from(text: str) -> bytes:
-    """Return the secret that ``text``, the value of an environment variable, stands for.
+    """Return the secret in ``text``, the value of an environment variable.
 
     Raises:
         ConfigError: it is too short.
@@ -82,7 +82,7 @@ def secret_from(text: str) -> bytes:
 
 
 Keys: TypeAlias = tuple[bytes, bytes]
-"""What authenticates the frames that one side of a connection sends, and those it receives."""
+"""Authenticate the frames that one side of a connection sends, and those that it receives."""
 
 
 def _keys(secret: bytes, *said: bytes) -> Keys:
@@ -106,10 +106,10 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadli
 
     Args:
         sock: The connection; it stays the caller's.
-        secret: What the node has to know.
+        secret: The node has to know it.
         timeout_s: Told to the node: seconds without a sign of life after which either side takes
             the other for gone.
-        deadline: When the node has to have authenticated.
+        deadline: The node has to have authenticated by then.
 
     Raises:
         HandshakeError: the other side does not know the secret, says nothing, or is gone.
@@ -134,8 +134,8 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, f
         life after which either side takes the other for gone.
 
     Raises:
-        HandshakeError: who answers is not the learner.
-        CollectorTimeout: nobody answers.
+        HandshakeError: the other side is not the learner.
+        CollectorTimeout: there is no answer.
     """
     deadline = Deadline(timeout)
     address = invitation.host, invitation.port

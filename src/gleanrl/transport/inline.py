@@ -17,7 +17,7 @@ from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 
 class InlineBackend:
-    """Runs each command when its reply is asked for, in the order workers in processes would."""
+    """Runs a command when its reply is received, in the order of workers in processes."""
 
     memory: SharedMemory | None = None
     inline = True
@@ -75,7 +75,7 @@ class InlineBackend:
         return reply
 
     def _say_where(self, worker: int, error: BaseException) -> None:
-        if self._apart:  # else there is one worker, and nobody knows of it
+        if self._apart:  # else there is one worker, which users do not see
             name_worker(error, worker)
 
     def no_end_noticed(self) -> bool:

@@ -1,7 +1,7 @@
 """Ctrl-C comes between two changes of an engine's state or while it waits, never inside a change.
 
-Python runs a signal's handler between any two instructions. What an engine does between two waits
-takes microseconds, so SIGINT is kept until it waits or returns.
+Python runs a signal's handler between any two instructions. An engine works for microseconds
+between two waits, so SIGINT is kept until it waits or returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _State:
     """Of the main thread, the only one that handlers run in."""
 
     before: Callable[[int, Any], Any] | None = None
-    """What handles SIGINT otherwise, while it is deferred."""
+    """The handler of SIGINT from before, while SIGINT is deferred."""
     pending = False
     waiting = False
 
@@ -66,7 +66,7 @@ class Deferred(contextlib.AbstractContextManager[None]):
         if before is None:
             return
         _state.before = None
-        if _signal.getsignal(_INT) is _note:  # else: somebody has set another one meanwhile
+        if _signal.getsignal(_INT) is _note:  # else another handler was set meanwhile
             _signal.signal(_INT, before)
         if _state.pending:
             _state.pending = False
@@ -95,7 +95,7 @@ def interruptible(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _in_child() -> None:
-    """Take back what a thread that a forked child does not have was at."""
+    """In a forked child, undo the deferral and the locks of threads that it does not have."""
     before, _state.before = _state.before, None
     if before is not None and _signal.getsignal(_INT) is _note:
         with contextlib.suppress(ValueError):
@@ -109,11 +109,11 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class FairLock:
-    """A reentrant lock. Whoever waits for it comes before the one who had it.
+    """A reentrant lock that a waiting thread gets before its last holder can take it again.
 
     With an ordinary lock, a thread that collects in the background and takes it again at once would
-    keep everybody else out. A forked child is not kept out by its parent's threads. A signal's
-    handler may take it wherever it comes: nothing here is done in two steps.
+    keep all other threads out. A forked child is not kept out by its parent's threads. A signal's
+    handler may take it at any moment, because nothing here is done in two steps.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class FairLock:
         _locks.add(self)
 
     def forget_threads(self) -> None:
-        """Be as if no thread but the calling one had ever had or awaited its turn."""
+        """Forget the holder and all waiting threads except the calling one."""
         if self._held.acquire(False):
             self._held.release()
         else:
@@ -130,7 +130,7 @@ class FairLock:
         self._next = threading.RLock()
 
     def acquire(self, timeout: float | None) -> bool:
-        """Wait for one's turn; return ``False`` if it did not come within ``timeout`` seconds."""
+        """Take the lock; return ``False`` if that takes longer than ``timeout`` seconds."""
         held, before = self._held, self._next
         if held._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
             return held.acquire()
@@ -143,17 +143,17 @@ class FairLock:
             before.release()
 
     def release(self) -> None:
-        """Give the turn to whoever waits."""
+        """Let a waiting thread take the lock."""
         self._held.release()
 
 
 def _taken(lock: threading.RLock, end: float | None) -> bool:
-    """Wait for ``lock``, which this thread does not have."""
+    """Wait for ``lock``, which this thread does not hold."""
     try:
         left = -1 if end is None else max(0.0, end - monotonic())
         return interruptible(lock.acquire, True, left)
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # else: it came in the very moment
+        with contextlib.suppress(RuntimeError):  # else the lock was taken in that moment
             lock.release()
         raise
 

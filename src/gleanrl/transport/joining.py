@@ -63,7 +63,7 @@ class JoiningNode(Protocol):
         """Read what the node has sent before its end."""
 
     def exit_reason(self, reason: str, timeout: float = ...) -> str:
-        """Return why the node is gone; ``reason`` if nobody knows better."""
+        """Return why the node is gone; ``reason`` if nothing else is known."""
 
     def hang_up(self) -> None:
         """End the connection for both sides."""
@@ -77,11 +77,11 @@ N = TypeVar("N", bound=JoiningNode)
 
 @dataclass(eq=False, slots=True)
 class _Wanted(Generic[N]):
-    """A node that has to join."""
+    """A node that is expected to join."""
 
     life: int
     deadline: Deadline | None = None
-    """Until then it has to have joined, or once it has, to be up; ``None`` before it is started."""
+    """The time until which it has to join, then to be up; ``None`` before it is started."""
     node: N | None = None
     """Its connection, once it was let in."""
 
@@ -90,9 +90,8 @@ class NodeAdmitter(Generic[N]):
     """Lets nodes in: those that are there first, and later those that take the place of lost ones.
 
     A thread launches nodes and accepts connections as long as nodes are wanted. Each connection
-    has a thread of its own, in which it authenticates and is brought up: a stranger who says
-    nothing delays nobody. The learner is told through `bell`, which is readable while `pop` has
-    something for it.
+    authenticates and is brought up in a thread of its own, so that a silent stranger delays no
+    node. `bell` is readable while `pop` has news for the learner.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class NodeAdmitter(Generic[N]):
         heartbeat: float,
         timeout_s: float,
     ) -> None:
-        """Listen; nobody is let in yet.
+        """Listen; no node is let in yet.
 
         Args:
             host: Address to listen on, and that nodes are told.
@@ -158,10 +157,10 @@ class NodeAdmitter(Generic[N]):
                 self._start(self._admit_loop)
 
     def pop(self, timeout: float = 0.0) -> N | WorkerDied | None:
-        """Return a node that has joined, or why one has not; ``None`` if there is no news in time.
+        """Return a node that has joined, or the error of one that has not; ``None`` for no news.
 
         Args:
-            timeout: Seconds to wait for some.
+            timeout: Seconds to wait for news.
         """
         if timeout:
             rings = select.poll()
@@ -173,9 +172,9 @@ class NodeAdmitter(Generic[N]):
         return None
 
     def stop(self, timeout: float) -> None:
-        """Let nobody in any more and hang up on who is joining. Idempotent.
+        """Let no node in any more and hang up on those that are joining. Idempotent.
 
-        Threads that are not through by then end by themselves.
+        Threads that run longer than ``timeout`` seconds end by themselves.
         """
         with self._lock:
             if self._closing:
@@ -183,7 +182,7 @@ class NodeAdmitter(Generic[N]):
             self._closing = True
             nodes = [wanted.node for wanted in self._wanted.values()]
             threads = list(self._threads)
-        for sock in (self.listener, *self._strangers):  # which wakes who waits for them
+        for sock in (self.listener, *self._strangers):  # which wakes the threads that wait
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for node in nodes:
@@ -194,7 +193,7 @@ class NodeAdmitter(Generic[N]):
                 result.close()
         self._done.clear()
         bell, self.bell = self.bell, -1
-        os.close(bell)  # nobody rings any more
+        os.close(bell)  # no thread rings it any more
         deadline = Deadline(timeout)
         for thread in threads:  # last: an interrupt meanwhile leaves nothing undone
             thread.join(deadline.left)
@@ -230,7 +229,7 @@ class NodeAdmitter(Generic[N]):
                 self._next_look = time.monotonic() + LOOK_S
             try:
                 self._accept(knocks)
-            except Exception as err:  # nobody can be let in any more: no thread, no descriptor
+            except Exception as err:  # no thread or no descriptor for the connection
                 for index, each in wanted:
                     self._fail(index, each, f"could not be let in ({err})")
 
@@ -247,7 +246,7 @@ class NodeAdmitter(Generic[N]):
     def _look_after(self, index: int, wanted: _Wanted[N]) -> None:
         try:
             reason = self._launcher.exit_reason(index, 0.0) if wanted.node is None else None
-        except Exception as err:  # whatever a scheduler says
+        except Exception as err:  # of a scheduler
             reason = f"is not known to run ({err})"
         if reason is not None:
             self._fail(index, wanted, f"{reason} before it joined; what it printed last tells why")
@@ -309,8 +308,8 @@ class NodeAdmitter(Generic[N]):
     def _bring_up(self, index: int, wanted: _Wanted[N], node: N) -> None:
         try:
             node.bring_up(wanted.life)
-        except BaseException as err:  # whatever it is, the learner is told
-            if not self._closing:  # else nobody asks why
+        except BaseException as err:  # the learner is told of any
+            if not self._closing:  # else the reason is of no interest
                 node.listen()
                 self._fail(index, wanted, node.exit_reason(f"was lost while it joined ({err})"))
             node.close()

@@ -19,8 +19,6 @@ from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.transport.data_plane import (
-    ROLLOUT_TAG,
-    WEIGHTS_TAG,
     Arrival,
     DataPlane,
     Landing,
@@ -50,13 +48,13 @@ from gleanrl.transport.worker_loop import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
 _EXIT_GRACE_S = 1.0
-"""Seconds within which a node that was told to end has to be gone."""
+"""Seconds after which a node that was told to end is given up."""
 _NAPS_S = 50e-6, 1e-3
-"""Seconds between two looks at whether an announced rollout is here: at first, in the end."""
+"""Shortest and longest pause, in seconds, between two looks for an announced rollout."""
 _NEWS_S = 2.0
-"""Seconds within which a launcher has heard how a process ended that is gone."""
+"""Seconds until a launcher knows how a process has ended."""
 _IN_FLIGHT_S = 1.0
-"""Seconds that what a node had sent may take to arrive once its connection has ended."""
+"""Seconds that data may take to arrive after the end of a node's connection."""
 
 
 class Node(ChannelPeer):
@@ -77,7 +75,7 @@ class Node(ChannelPeer):
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
         self.leaving: str | None = None
-        """Why it ends, if it has said so or this side ends it."""
+        """The reason for its end, given by the node or by this side."""
         self.replies: deque[bytes] = deque()
         """Takes its replies; once it has joined, the queue of the backend."""
         self.in_flight: Deadline | None = None
@@ -111,11 +109,11 @@ class Node(ChannelPeer):
         self.channel.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Return what the node tells of ``key``; what else comes meanwhile is kept for later.
+        """Return the node's value of ``key``; other frames are kept for later.
 
         Raises:
-            CollectorTimeout: it did not in time.
-            EOFError: it is gone.
+            CollectorTimeout: none came in time.
+            EOFError: the node is gone.
         """
         self._read_until(lambda: key in self._keys, self._backend.timeout_s)
         return self._keys[key]
@@ -134,7 +132,7 @@ class Node(ChannelPeer):
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it, and expect its rollout."""
-        frame = self.writer.write(ticket, command)  # it raises what the user's objects raise
+        frame = self.writer.write(ticket, command)  # may raise what the user's objects raise
         try:
             if isinstance(command, m.Collect) and command.window.blocks:
                 self._arriving[ticket] = self._expect(ticket, command.window)
@@ -145,7 +143,7 @@ class Node(ChannelPeer):
 
     def put(self, frame: bytes) -> None:
         """Send ``frame`` as far as the connection takes it; any thread may."""
-        with self._sending, contextlib.suppress(OSError):  # whoever reads next is told
+        with self._sending, contextlib.suppress(OSError):  # the next `read` raises it
             self.channel.post(frame)
 
     def flush(self) -> None:
@@ -154,11 +152,11 @@ class Node(ChannelPeer):
             super().flush()
 
     def read(self) -> None:
-        """Take in what has come.
+        """Receive the available frames.
 
         Raises:
             EOFError: the connection has ended.
-            ForgedFrameError: it is not the node's alone.
+            ForgedFrameError: a frame is not from the node.
         """
         for frame in self.channel.read():
             kind = frame[:1]
@@ -181,8 +179,7 @@ class Node(ChannelPeer):
         if landing is None:
             landing = Landing(self._backend.open_window(reference), reference)
             self._landings[reference.slot] = landing
-        pair = self._pair
-        return Arrival(ticket, landing, lambda piece: pair.receive(piece, ROLLOUT_TAG))
+        return Arrival(ticket, landing, self._pair)
 
     def is_here(self, ticket: int) -> bool:
         """Whether `land` would not have to wait."""
@@ -190,7 +187,7 @@ class Node(ChannelPeer):
         return arrival is None or arrival.here
 
     def land(self, ticket: int) -> None:
-        """If ``ticket`` is that of a rollout, wait until the rollout is in its window.
+        """If ``ticket`` is of a rollout, wait until the rollout is in its window.
 
         Raises:
             RuntimeError: the node was lost meanwhile.
@@ -203,40 +200,40 @@ class Node(ChannelPeer):
     def send_weights(self, buffer: FlatBuffer) -> None:
         """Send ``buffer``, which must not change while it `is_sent`."""
         assert self._pair is not None
-        with contextlib.suppress(RuntimeError):  # it is gone: whoever waits for a rollout is told
-            self._weights.append((self._pair.send(buffer.bytes, WEIGHTS_TAG), buffer))
+        with contextlib.suppress(RuntimeError):  # the node is gone, as the next `read` will tell
+            self._weights.append((self._pair.send(buffer.bytes), buffer))
             self.put(WEIGHTS)
 
     def is_sent(self, buffer: FlatBuffer | None = None) -> bool:
-        """Tell whether weights are on their way to it, those in ``buffer`` or any."""
+        """Tell whether weights are on their way to the node, those in ``buffer`` or any."""
         return any(buffer is None or each is buffer for _, each in self._weights)
 
     def _weights_taken(self) -> None:
         transfer, _ = self._weights.popleft()
-        with contextlib.suppress(RuntimeError):  # the node has them, whatever was lost afterwards
+        with contextlib.suppress(RuntimeError):  # of a connection that was lost afterwards
             transfer.finish()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """End the connection for both sides; whoever waits for it is told. Any thread may."""
+        """End the connection for both sides. Any thread may."""
         self.channel.hang_up()
 
     def exit_reason(self, reason: str, timeout: float = _NEWS_S) -> str:
-        """Return why it is gone: its own word, its launcher's within a while, or ``reason``."""
+        """Return why the node is gone, told by itself, by its launcher, or else ``reason``."""
         told = self.leaving or self._backend.launcher.exit_reason(self.index, timeout)
         return f"on node {self.address} {told or reason}"
 
     def listen(self) -> None:
-        """Look whether the node has said that it ends, in what nobody has read yet."""
+        """Read what the node has sent before its end."""
         with contextlib.suppress(EOFError, OSError):
             self.read()
 
     def close(self, *, drop: bool = True) -> None:
-        """Close the connection, by which a node that is still there ends.
+        """Close the connection, which ends a running node.
 
         Args:
-            drop: Let go of what carries data as well, which a forked child cannot do.
+            drop: Whether to drop the pair as well, which a forked child cannot do.
         """
         self.channel.close()
         if drop:
@@ -248,14 +245,13 @@ class Node(ChannelPeer):
 class FlatWeightPublisher:
     """Publishes the weights of one model to nodes: one copy here, one transfer to each.
 
-    While weights are on their way to a worker it is sent no others, and then the newest. Before a
-    command the newest are sent at once, because the worker carries it out with what had been
-    published by then. So a learner that updates more often than a worker collects costs that
-    worker's connection two transfers per rollout.
+    A node that has taken its weights is sent the newest, if it lacks them. Before a command the
+    newest are sent at once, because the worker carries out the command with all weights that were
+    published before. So frequent updates cost a connection at most two transfers per rollout.
     """
 
     def __init__(self, ref: m.WeightsRef) -> None:
-        """Publish to nobody yet; `include` adds nodes. ``ref`` says where tensors lie."""
+        """Publish to no node yet; `include` adds nodes. ``ref`` says where tensors lie."""
         self.ref = ref
         self._buffers: list[FlatBuffer] = []
         self._newest: FlatBuffer | None = None
@@ -265,7 +261,7 @@ class FlatWeightPublisher:
         """Per node, the publication that it was sent last."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, and send them; waits for nobody.
+        """Copy ``tensors``, in the order of ``ref``, and begin to send them.
 
         Raises:
             WeightsError: a shape that is not the plan's; nothing is published.
@@ -308,8 +304,8 @@ class NetworkBackend(ChannelBackend[Node]):
     """One node per worker, wherever a launcher starts them.
 
     Nodes connect here and authenticate. Commands, replies and signs of life travel on that
-    connection, so that it tells at once when a node's process or host is gone. Data travel beside
-    it, on a data plane.
+    connection, so that it tells at once when a node's process or host is gone. Data travel on a
+    data plane.
     """
 
     _looks_first = True
@@ -367,7 +363,7 @@ class NetworkBackend(ChannelBackend[Node]):
         """Have one node started per factory, and let them in.
 
         Raises:
-            ConfigError: something that cannot be sent to another process.
+            ConfigError: a factory cannot be sent to another process.
             WorkerDied: a node ended before it joined.
             CollectorTimeout: not all had joined in time.
         """
@@ -394,12 +390,12 @@ class NetworkBackend(ChannelBackend[Node]):
             self.admitter.listener.close()
 
     def boot(self, index: int, life: int) -> Boot:
-        """Return what node ``index`` is to be, which was lost ``life`` times."""
+        """Return the first message to node ``index``, which was lost ``life`` times."""
         connect = self.plane.connect(index)
         return Boot(index, self._factories[index], self._threads, life, connect)
 
     def _look(self) -> None:
-        """Look whether nodes that have joined are still there."""
+        """Receive from the nodes that have joined, so that the end of one is noticed."""
         for fd, events in self._poller.poll(0):
             self._turn_to(fd, events)
 
@@ -420,10 +416,9 @@ class NetworkBackend(ChannelBackend[Node]):
         return node
 
     def replace(self, worker: int, life: int) -> None:
-        """Let go of ``worker`` and have another node started in its place, without waiting.
+        """Drop ``worker`` and have another node started in its place, without waiting.
 
-        Once it is up, `receive` returns its `Ready`; if it does not get that far, `receive` raises
-        `WorkerDied`.
+        Once the node is up, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
 
         Args:
             worker: The node's index.
@@ -560,7 +555,7 @@ class NetworkBackend(ChannelBackend[Node]):
         return interruptible(peer.exit_reason, reason, wait)
 
     def _drop(self, peer: Node) -> None:
-        """Hang up on ``peer`` and forget what it has to do with. Idempotent."""
+        """Hang up on ``peer`` and forget its data, weights and replies. Idempotent."""
         if self._publisher is not None:
             self._publisher.forget(peer)
         super()._drop(peer)
@@ -571,11 +566,11 @@ class NetworkBackend(ChannelBackend[Node]):
         self._arrived += others
 
     def stop(self, timeout: float) -> None:
-        """End all nodes, also those that are just joining. Idempotent."""
+        """End all nodes, including those that are joining. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        # In a forked child the threads do not exist, and nodes are somebody else's.
+        # In a forked child the threads do not exist, and the nodes belong to another process.
         mine = self._owner == os.getpid()
         try:
             if mine:

@@ -1,4 +1,4 @@
-"""What a node runs: it finds its learner, authenticates, then serves like any other worker."""
+"""The process of a node: it finds its learner, authenticates, then serves like any worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError, error_text
+from gleanrl.core.platforms import require_linux
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
-from gleanrl.transport.data_plane import ROLLOUT_TAG, WEIGHTS_TAG, Pair, RolloutBlock, Transfer
+from gleanrl.transport.data_plane import Pair, RolloutBlock, Transfer
 from gleanrl.transport.handshake import HandshakeError, Invitation, join
 from gleanrl.transport.wire import (
     BEAT,
@@ -43,7 +44,7 @@ _LAST_WORD_S = 5.0
 class NodeConnection:
     """A node's end: a thread that reads, shows signs of life, and ends the node with the learner.
 
-    Commands go to ``inbox``; whoever carries them out answers through `send`.
+    Commands go to ``inbox``; the thread that carries them out answers through `send`.
     """
 
     def __init__(self, channel: Channel, index: int, here: str, timeout_s: float) -> None:
@@ -61,7 +62,7 @@ class NodeConnection:
         self._patient = False
         """Whether the learner may leave data unread for ever."""
         self.leaving = False
-        """Whether this node was told to end: the learner is no longer spoken to."""
+        """Whether this node was told to end, so that nothing is sent any more."""
         self.inbox = Inbox()
         self.stop = bytearray(1)
 
@@ -72,7 +73,7 @@ class NodeConnection:
         self._thread.start()
 
     def finish(self) -> None:
-        """From now on the learner may go away."""
+        """Let the learner go away from now on."""
         self._over.set()
 
     def send(self, frame: bytes) -> None:
@@ -93,17 +94,17 @@ class NodeConnection:
         self.leaving = True
         self.stop[0] = 1
         self.inbox.put(0, m.Close())
-        with contextlib.suppress(OSError):  # the learner is gone, too
+        with contextlib.suppress(OSError):  # the learner is gone as well
             self.send(LEAVE + reason.encode())
 
     def tell(self, key: str, value: bytes) -> None:
         self.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Wait for what the learner tells of ``key``.
+        """Wait for the learner's value of ``key``.
 
         Raises:
-            GleanError: it did not in time.
+            GleanError: none came in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._keys, self._timeout_s):
@@ -129,13 +130,13 @@ class NodeConnection:
             self._abort(problem, traceback.format_exc())
 
     def _tell_problem(self, problem: str) -> None:
-        """Tell the learner why this node ends, if that can be done without waiting for it."""
+        """Tell the learner why this node ends, without waiting for the learner."""
         if self._sending.acquire(timeout=_LAST_WORD_S):
             with contextlib.suppress(Exception):
                 self._channel.post(LEAVE + problem.encode())
 
     def _abort(self, why: str, details: str = "") -> None:
-        """End this process, whatever the environment is doing: nobody waits for it any more."""
+        """End this process at once, even in the middle of a step."""
         with contextlib.suppress(Exception):  # there may be no stderr
             sys.stderr.write(f"{details}node {self.index}: {why}\n")
             sys.stderr.flush()
@@ -187,7 +188,7 @@ _caught: Sequence[signal.Signals] = ()
 
 
 def _forget() -> None:
-    """Let signals end what an environment has forked, which must not speak for this process."""
+    """In a child that an environment has forked, let signals have their default effect."""
     global _caught
     caught, _caught = _caught, ()
     if caught:
@@ -215,7 +216,7 @@ def _leaving_on(
 
     Python runs handlers in the main thread between two of its instructions, and a step of an
     environment may take long. So the handlers here do nothing: the number of the signal arrives
-    through the wake-up descriptor, whatever the main thread is doing, and another thread reads it.
+    through the wake-up descriptor at once, and another thread reads it.
     """
     global _caught
     came: list[signal.Signals] = []
@@ -253,7 +254,7 @@ def _leaving_on(
         thread.join()
         os.close(write)
         os.close(read)
-        if came:  # whatever went wrong on the way out: the learner has gone, or is about to
+        if came:  # in place of any error on the way out, because the node ends as it was told to
             raise SystemExit(128 + came[0])
 
 
@@ -261,7 +262,7 @@ def main(fd: int) -> None:
     """Be a node in a forked process.
 
     Args:
-        fd: Of a file with its `Invitation` and the `Surroundings` of who started it, pickled.
+        fd: Of a file with its `Invitation` and the starting process's `Surroundings`, pickled.
     """
     with os.fdopen(fd, "rb") as told:
         invitation, surroundings = pickle.load(told)
@@ -278,17 +279,17 @@ def run_node(
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
     Args:
-        invitation: Where to go.
-        signals: That make the node end in order, after it has told the learner; only in the main
-            thread. Others do what they did before.
-        label: Of what this process belongs to, for the learner when a signal came.
-        note: Told why the node leaves then, besides the learner.
+        invitation: The learner's address, and the secret.
+        signals: Make the node end in order, after it has told the learner; only in the main thread.
+        label: The job of this process, for the message to the learner when a signal came.
+        note: Gets the reason of such an end as well.
 
     Raises:
-        HandshakeError: who answers there is not the learner, or does not want this node.
-        CollectorTimeout: nobody answers.
+        HandshakeError: the other side is not the learner, or has no place for this node.
+        CollectorTimeout: there is no answer.
         SystemExit: one of ``signals`` came.
     """
+    require_linux("nodes")
     sock, keys, timeout_s = join(invitation, invitation.timeout_s)
     here = str(sock.getsockname()[0])
     channel = Channel(sock, keys)
@@ -367,13 +368,13 @@ class NodeEndpoint:
             return
         due, self._due = self._due, None
         if due is not None:
-            # Also after a failure: the learner has been expecting the rollout since it asked.
+            # Also after a failure: the learner has been expecting data since it sent the command.
             block = self._block(due)
             self._await_taken(due.slot)
             block.mark[0] = reply.ticket
-            sending = [self._pair.send(piece, ROLLOUT_TAG) for piece in block.pieces]
+            sending = [self._pair.send(piece) for piece in block.pieces]
             self._sending[due.slot] = sending
-            if not connection.inbox:  # nothing else to do: announce it when it is on the way
+            if not connection.inbox:  # without other commands, announce it when it is on the way
                 self._await_taken(due.slot)
         connection.answer(reply)
 
@@ -393,9 +394,9 @@ class NodeWeights:
         self._expect()
 
     def _expect(self) -> None:
-        """Have the next weights arrive whatever this node does meanwhile."""
+        """Begin to receive the next weights."""
         self._buffers.reverse()
-        self._coming = self._pair.receive(self._buffers[0].bytes, WEIGHTS_TAG)
+        self._coming = self._pair.receive(self._buffers[0].bytes)
 
     def newest(self) -> m.Snapshot | None:
         snapshot = None

@@ -1,4 +1,4 @@
-"""A worker seen from the learner, and what all backends with workers elsewhere have in common."""
+"""Workers seen from the learner, and the common part of backends with workers elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RemoteBackend(ABC, Generic[P]):
     inline = False
     memory: Any = None
     _looks_first = False
-    """Whether `receive` looks at what is there before it waits: silence counts from then on."""
+    """Whether `receive` receives what is there before it waits, from when on silence counts."""
 
     def __init__(self) -> None:
         require_linux("workers in other processes")
@@ -77,10 +77,10 @@ class RemoteBackend(ABC, Generic[P]):
 
     @abstractmethod
     def _poll(self, timeout: float | None) -> float | None:
-        """Wait at most ``timeout`` seconds for something to come, and take it in.
+        """Wait at most ``timeout`` seconds for messages, and receive them.
 
         Returns:
-            Seconds until it has to be called again though nothing comes; ``None`` for never.
+            Seconds until the next call without a message; ``None`` for any time.
 
         Raises:
             WorkerDied: a worker is gone, after everything that it had sent.
@@ -88,14 +88,14 @@ class RemoteBackend(ABC, Generic[P]):
 
     @abstractmethod
     def _exit_reason(self, peer: P, reason: str) -> str:
-        """Return what became of ``peer``; ``reason`` is what the connection to it showed.
+        """Return how ``peer`` ended; by default ``reason``, the news of its connection.
 
         Only waits in it are `interruptible`, and lose nothing.
         """
 
     @abstractmethod
     def _drop(self, peer: P) -> None:
-        """Let go of ``peer``, which is gone. Idempotent."""
+        """Forget ``peer``, which is gone. Idempotent."""
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
         """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
@@ -131,7 +131,7 @@ class RemoteBackend(ABC, Generic[P]):
         return self._arrived.popleft() if self._arrived else None
 
     def _died(self, peer: P, reason: str) -> WorkerDied:
-        """Let go of ``peer``, which is gone; return the error that says so."""
+        """Forget ``peer``, which is gone; return the error that says so."""
         text = self._exit_reason(peer, reason)  # first: an interrupt must not lose the news
         self._drop(peer)
         error = WorkerDied(f"worker {peer.index} {text}")

@@ -1,4 +1,4 @@
-"""What workers are built from, as bytes; and what exactly it was that could not be sent."""
+"""The parts of workers as bytes, and errors that name the part that cannot be sent."""
 
 from __future__ import annotations
 

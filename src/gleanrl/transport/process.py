@@ -26,28 +26,21 @@ from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
 _EXIT_GRACE_S = 0.5
-"""Seconds within which a worker that was told to end has to be gone."""
+"""Seconds after which a worker that was told to end is killed."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
-"""Held while the zygote is started: there is one, whoever asks for it first."""
+"""Held while the zygote is started, because several threads may be the first to need it."""
 
 
 def _forget() -> None:
     global _zygote, _starting
-    if _zygote is not None:  # which has to hear of the end of its owner
+    if _zygote is not None:  # else this process would hide the end of its owner
         _zygote.close()
     _zygote, _starting = None, threading.RLock()
 
 
 # Of the threads that may hold the lock, a forked child has none; nor is the zygote its own.
 os.register_at_fork(after_in_child=_forget)
-
-
-class _AtExit:
-    """Something to hang a finalizer on that lives as long as the interpreter."""
-
-
-_AT_EXIT = _AtExit()
 
 
 def zygote() -> Zygote:
@@ -58,7 +51,7 @@ def zygote() -> Zygote:
             _zygote = Zygote()
             # At the end of the interpreter finalizers run last made first: collectors, which were
             # made after their zygote, close before it does.
-            weakref.finalize(_AT_EXIT, _zygote.close)
+            weakref.finalize(Zygote, _zygote.close)
         return _zygote
 
 
@@ -80,7 +73,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             self._stop_byte: Stop = memoryview(self._control.map())
             self._ends = select.poll()  # of connections; replies do not show in it
             self.pids: list[int] = []
-            """Process ids in worker order; those of workers that are gone, too."""
+            """Process ids in worker order, including workers that are gone."""
             undo.pop_all()
 
     @property
@@ -158,7 +151,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._arrived.clear()
         for process in processes:
             process.channel.close()
-        # In a forked child of the learner they are somebody else's workers.
+        # In a forked child of the learner the workers belong to another process.
         if self._owner == os.getpid():
             self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _EXIT_GRACE_S))
         self._poller.close()

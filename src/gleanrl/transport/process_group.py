@@ -1,9 +1,9 @@
 """Tensors between two processes: a process group of two, agreed on over a connection they have.
 
-torch.distributed is used without its global state: a learner may have a default group of its own
-for other ends. The two sides find each other through messages on the connection, so that no
-further port is fixed. gloo listens on a port of its own, on the connection's interface only, and
-does not ask who connects there: between hosts, a firewall has to keep strangers out.
+torch.distributed is used without its global state, because a learner may have a default group of
+its own. The two sides find each other through messages on the connection, so that no further port
+is fixed. gloo listens on a port of its own, on the connection's interface only, without
+authentication: between hosts, a firewall has to keep strangers out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 KINDS = ("gloo", "nccl", "mpi", "ucc")
 _LEARNER, _NODE = 0, 1
 """The two ranks of every group."""
+_TAG = 0
+"""Of all transfers: rollouts and weights go opposite ways."""
 _FOR_EVER = 1e8
 """Seconds a node's rollout may wait for the learner to take it: as long as there is one, which the
 connection sees to."""
@@ -55,7 +57,7 @@ def check_kind(kind: str) -> None:
 
 
 class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in the stubs
-    """What the two sides of a group tell each other while it is made, over their connection."""
+    """The store of the two sides of a group while it is made, over their connection."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -107,35 +109,34 @@ class ProcessGroupPair:
         store, timeout = ConnectionStore(connection), timedelta(seconds=timeout_s)
         self._group = _make(kind, store, rank, connection.here, timeout)
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        there = tensor.to(self._device)
-        return _Work(self._group.send([there], self._peer, tag), there, None)
+    def send(self, tensor: torch.Tensor) -> Transfer:
+        moving = tensor.to(self._device)
+        return _Work(self._group.send([moving], self._peer, _TAG), moving, moving)
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        if self._device.type == "cpu":
-            return _Work(self._group.recv([tensor], self._peer, tag), tensor, None)
-        there = torch.empty_like(tensor, device=self._device)
-        return _Work(self._group.recv([there], self._peer, tag), there, tensor)
+    def receive(self, tensor: torch.Tensor) -> Transfer:
+        on_cpu = self._device.type == "cpu"
+        moving = tensor if on_cpu else torch.empty_like(tensor, device=self._device)
+        return _Work(self._group.recv([moving], self._peer, _TAG), moving, tensor)
 
 
 class _Work:
     """A `Transfer` of a process group."""
 
-    def __init__(self, work: Any, moving: torch.Tensor, wanted: torch.Tensor | None) -> None:
+    def __init__(self, work: Any, moving: torch.Tensor, wanted: torch.Tensor) -> None:
         self._work, self._moving, self._wanted = work, moving, wanted
 
     @property
     def over(self) -> bool:
-        """Whether it is known to have ended; of one received by gloo nobody knows."""
+        """Whether it is known to have ended, which gloo does not tell of receives."""
         return self._work is None or bool(self._work.is_completed())
 
     def finish(self) -> None:
-        # Taken first: waiting again, after an interrupt, for what has come would never end.
+        # Taken first, because a second wait, after an interrupt, would never end.
         work, self._work = self._work, None
         if work is None:
             return
         work.wait()
-        if self._wanted is not None:
+        if self._wanted is not self._moving:
             self._wanted.copy_(self._moving)
 
 

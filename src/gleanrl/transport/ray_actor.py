@@ -1,7 +1,7 @@
-"""What runs in a Ray actor: a node whose data go through Ray's object store.
+"""A node in a Ray actor, whose data go through Ray's object store.
 
-An actor unpickles its class first, so this imports nothing large: `RayNode` then imports what nodes
-need in the way that is quickest.
+An actor unpickles its class first. So this module imports nothing large: `RayNode` imports the rest
+in the quickest way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RayNode:
         preload()
 
     def serve(self, invitation: Invitation) -> str:
-        """Be a node until the learner says so or goes away; return what else ended it."""
+        """Be a node until the learner says so or goes away; return another reason of its end."""
         from gleanrl.transport.node_endpoint import run_node
 
         try:
@@ -46,17 +46,17 @@ class RayNode:
 
     def take(self) -> tuple[int, Array]:
         """Wait for the next tensor that the node sends; return its number and it."""
-        return _actor.number(), _actor.out.get().lend()
+        return _actor.number(), _actor.out.get().array()
 
     def give(self, number: int, refs: Sequence[Any]) -> None:
-        """Take in where tensor ``number`` lies that the learner has sent."""
+        """Receive the reference of the learner's tensor ``number``."""
         with _actor.came:
             _actor.given[number] = refs[0]
             _actor.came.notify_all()
 
 
 class _Actor:
-    """What the threads of an actor hand to each other."""
+    """The data that the threads of an actor share."""
 
     def __init__(self) -> None:
         self.out: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
@@ -70,24 +70,24 @@ class _Actor:
 
 
 _actor = _Actor()
-"""That of this process, if it is one."""
+"""Of this process, if it is an actor."""
 
 
 class _Leaving:
     """A `Transfer` out of an actor.
 
-    Ray serialises what a method returns after it has returned: the transfer is over when the array
-    that was returned is gone.
+    Ray serialises the result of a method after the method has returned: the transfer is over when
+    the returned array is gone.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._array: Array = tensor.numpy()
         self._gone = threading.Event()
 
-    def lend(self) -> Array:
+    def array(self) -> Array:
         array = self._array[:]
         gone = self._gone
-        self._lent = weakref.ref(array, lambda _: gone.set())
+        self._returned = weakref.ref(array, lambda _: gone.set())
         return array
 
     @property
@@ -117,16 +117,16 @@ class _Given:
 
 
 class ActorPair:
-    """An actor's side of what carries data."""
+    """An actor's side of the way for data."""
 
     def __init__(self, connection: Connection) -> None:
         self._received = 0
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def send(self, tensor: torch.Tensor) -> Transfer:
         leaving = _Leaving(tensor)
         _actor.out.put(leaving)
         return leaving
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor) -> Transfer:
         self._received += 1
         return _Given(self._received - 1, tensor)

@@ -37,13 +37,13 @@ def require_ray() -> Any:
 
 
 class Session:
-    """Who uses the Ray that was started for collectors, so that the last one ends it."""
+    """The users of the Ray that was started for collectors; the last user ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users: set[int] = set()
         self._node: str | None = None
-        """What tells the Ray that was started here from one that somebody starts later."""
+        """Ray's node id, which a Ray that is started later does not have."""
 
     def enter(self, user: object, config: Mapping[str, Any] | None) -> None:
         """Connect to Ray unless this process is connected; ``config`` are arguments for that."""
@@ -62,13 +62,13 @@ class Session:
                 self._users.add(id(user))
 
     def leave(self, user: object, end: bool) -> None:
-        """Disconnect if ``user`` was the last; ``end=False`` leaves that to somebody else."""
+        """Disconnect if ``user`` was the last one and ``end`` is true."""
         with self._lock:
             if id(user) not in self._users:
                 return
             self._users.discard(id(user))
             if not end:
-                self._node = None  # it is the user's from here on
+                self._node = None  # Ray is not ended here any more
                 self._users.clear()
             elif not self._users:
                 node, self._node = self._node, None
@@ -78,7 +78,7 @@ class Session:
 
 
 session = Session()
-"""That of this process."""
+"""The session of this process."""
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_room(options: Sequence[Mapping[str, Any]]) -> None:
-    """Tell why actors with ``options`` will not come up soon, if that can be told."""
+    """Warn if the cluster has too few CPUs or GPUs for actors with ``options``."""
     there = require_ray().cluster_resources()
     for option, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        asked = sum(float(own.get(option) or 0) for own in options)
-        if asked > there.get(resource, 0.0):
+        needed = sum(float(own.get(option) or 0) for own in options)
+        if needed > there.get(resource, 0.0):
             warn(
-                f"{len(options)} actors ask for {asked:g} {resource}, the Ray cluster has "
+                f"{len(options)} actors ask for {needed:g} {resource}, the Ray cluster has "
                 f"{there.get(resource, 0.0):g}: those that do not fit wait for more; lower "
                 f"{option} in remote_configs (0 is allowed)"
             )
@@ -120,7 +120,7 @@ class RayActors:
         """Connect to Ray, or start it here if this process is not connected to any.
 
         Args:
-            init: Arguments of `ray.init`, for when it has to be called.
+            init: Arguments of `ray.init`, if the collector calls it.
             options: Per node, options of its actor (``num_cpus``, ``num_gpus``, …).
 
         Raises:
@@ -128,10 +128,10 @@ class RayActors:
         """
         self.ray, self._options, self._owner = require_ray(), options, os.getpid()
         self._actors: dict[int, tuple[Any, Any]] = {}
-        """By node, its actor and what `RayNode.serve` will return."""
+        """By node, its actor and the result of `RayNode.serve` to come."""
         self._newest: tuple[bytes, Any] = b"", None
         self.ends_ray = True
-        """Whether `stop` ends Ray if it was started for collectors and no other uses it."""
+        """Whether `stop` ends a Ray that was started for collectors and has no other user."""
         session.enter(self, init)
 
     @property
@@ -172,10 +172,10 @@ class RayActors:
         return f"(a Ray actor) died: {why}"
 
     def stop(self, timeout: float) -> None:
-        if self._owner != os.getpid():  # in a forked child they are somebody else's
+        if self._owner != os.getpid():  # in a forked child the actors belong to another process
             return
         actors, self._actors, self._newest = self._actors, {}, (b"", None)
-        with contextlib.suppress(Exception):  # whatever Ray raises when it is ending itself
+        with contextlib.suppress(Exception):  # of a Ray that is ending
             if actors and self.ray.is_initialized():
                 for handle, _ in actors.values():
                     self.ray.kill(handle)
@@ -201,30 +201,30 @@ class RayActors:
 
 
 class RayPair:
-    """The learner's side of what carries data between it and one actor."""
+    """The learner's side of the way for data between it and one actor."""
 
     def __init__(self, actors: RayActors, handle: Any) -> None:
         self._actors, self._handle = actors, handle
-        self._sent, self._asked = 0, 0
+        self._sent, self._expected = 0, 0
         self._calls: list[Any] = []
-        """What calls of `RayNode.take` will return: they may be carried out in any order."""
+        """Results of `RayNode.take` to come, in any order."""
         self._taken: dict[int, Array] = {}
-        """What some have returned, by number."""
+        """Results that have come, by number."""
         self._problem = ""
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def send(self, tensor: torch.Tensor) -> Transfer:
         # In a list, so that Ray does not fetch it before the actor does.
         self._handle.give.remote(self._sent, [self._actors.put(tensor)])
         self._sent += 1
         return _Done()
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor) -> Transfer:
         self._calls.append(self._handle.take.remote())
-        self._asked += 1
-        return _Coming(self, self._asked - 1, tensor)
+        self._expected += 1
+        return _Coming(self, self._expected - 1, tensor)
 
     def is_here(self, number: int, timeout: float | None = 0.0) -> bool:
-        """Tell whether `take` would not have to wait; wait for that for ``timeout`` seconds."""
+        """Tell within ``timeout`` seconds whether `take` would return at once."""
         ray = self._actors.ray
         while not self._problem and number not in self._taken:
             try:

@@ -30,7 +30,7 @@ class RemoteError:
         """Take down ``error`` with its traceback."""
         try:
             pickled = cloudpickle.dumps((type(error), error.args, vars(error)))
-        except Exception:  # whatever the user's exception does when pickled
+        except Exception:  # of the user's exception
             pickled = None
         hide_frames(error)
         try:

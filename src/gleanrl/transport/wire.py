@@ -10,9 +10,9 @@ and, on the connection of a node only:
     S byte            raise the stop flag, or take it back (from the learner)
     K pickle          half of agreeing on a process group: key and value (both ways)
     W                 weights are on their way (from the learner), were taken (from the node)
-    L reason          the node ends, because it was told to or cannot go on (from the node)
+    L reason          the node ends, because it was told to or cannot continue (from the node)
 
-What every rollout costs (C out, R back) is packed into integers. The head of a pickle tells whose
+The two messages of a rollout (C and R) are packed into integers. The head of a pickle tells which
 answer is due even if the pickle cannot be loaded. A window is described in full the first time it
 is used, afterwards by its slot alone.
 """
@@ -26,7 +26,6 @@ import pickle
 import select
 import socket
 import struct
-import sys
 import weakref
 from collections import deque
 from hashlib import blake2b
@@ -392,18 +391,16 @@ class Channel:
         """
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if sys.platform == "linux":
-            every = int(min(max(1.0, timeout_s / 4), 32767))
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        every = int(min(max(1.0, timeout_s / 4), 32767))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self.set_patience(timeout_s)
 
     def set_patience(self, timeout_s: float) -> None:
         """Set how long the other side may leave data on TCP unread; 0 means for ever."""
-        if sys.platform == "linux":
-            longest = int(min(1000 * timeout_s, 2**31 - 1))
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
+        longest = int(min(1000 * timeout_s, 2**31 - 1))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
 
     def close(self) -> None:
         """Close the socket."""

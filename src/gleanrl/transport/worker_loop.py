@@ -1,4 +1,4 @@
-"""What a worker runs: it builds a source, then answers commands until it is told to end."""
+"""The loop of a worker: it builds a source, then answers commands until `Close`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from gleanrl.transport.wire import Channel, CommandReader, frame_of
 from gleanrl.weights.buffers import SharedWeightReceiver
 
 Asked: TypeAlias = m.Command | m.Failed
-"""What a worker turns to: a command, or the answer to one that could not be loaded."""
+"""The next thing for a worker: a command, or the answer to one that could not be loaded."""
 OpenWindow = Callable[[m.WindowRef], Window]
 
 
 class WeightReceiver(Protocol):
-    """Where weights lie that nobody sent a message about."""
+    """The place of weights that are published without messages."""
 
     def bind(self, model_id: str, ref: m.WeightsRef) -> None:
         """Look at ``ref`` for the weights of ``model_id`` from now on."""
@@ -45,7 +45,7 @@ class WeightReceiver(Protocol):
 
 
 class Worker:
-    """A source and its number. Knows nothing of how messages travel."""
+    """A source and its number, independent of the way of messages."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Worker:
         return m.Ready(self._index, self.source.layout(), process=process)
 
     def handle(self, ticket: int, command: Asked) -> m.Reply:
-        """Carry out ``command``; what the user's code raises becomes a `Failed` reply."""
+        """Carry out ``command``; an exception of the user's code becomes a `Failed` reply."""
         began = monotonic()
         self._waited += began - self._idle_since
         try:
             if not isinstance(command, m.NoWeights):
-                self._refresh()  # whoever asks for the state gets what was published before
+                self._refresh()  # a state contains the weights that were published before
             if isinstance(command, m.Collect):
                 report = self._collect(command)
                 self._complete(report, began)
@@ -92,11 +92,11 @@ class Worker:
             self.answered()
 
     def answered(self) -> None:
-        """Note that the answer is on its way: from now on the worker waits."""
+        """Note that the answer is on its way and the worker waits from now on."""
         self._idle_since = monotonic()
 
     def _complete(self, report: m.Report, taken: float) -> None:
-        """Say where the seconds since the last rollout went."""
+        """Write into ``report`` how the seconds since the last rollout were spent."""
         end = monotonic()
         if not self._counted_until:  # before the first rollout there was nothing to do
             self._waited, self._counted_until = 0.0, taken
@@ -131,7 +131,7 @@ class Worker:
         return self.source.collect(window, reference.steps, self._stop, command.random)
 
     def _load(self, snapshot: m.Snapshot) -> None:
-        """Load what is newer than what was loaded: messages and memory may overtake each other."""
+        """Load the models that are newer here: messages and memory may overtake each other."""
         began = monotonic()
         serial, models = snapshot.serial, snapshot.models
         version = snapshot.version if serial >= self._newest else self._version
@@ -227,17 +227,17 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a process may have changed since the one it starts workers from was forked."""
+    """The properties of a process that may have changed since its zygote was started."""
 
     environment: Mapping[str, str]
     directory: str
     path: tuple[str, ...]
     authkey: bytes
-    """What `multiprocessing` authenticates with: proxies of a user's manager connect by it."""
+    """The key of `multiprocessing`, with which proxies of a user's manager connect."""
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Take down those of this process."""
+        """Return those of this process."""
         authkey = bytes(multiprocessing.current_process().authkey)
         return cls(dict(os.environ), os.getcwd(), tuple(sys.path), authkey)
 
@@ -252,7 +252,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What the learner tells a worker before anything of the user's is unpickled in it."""
+    """The first message to a worker, without objects of the user's."""
 
     worker: int
     factory: bytes
@@ -269,22 +269,22 @@ class Boot:
     """Where the learner imports from."""
 
     def prepare(self) -> None:
-        """Prepare this process for running what users wrote."""
+        """Prepare this process for the user's code."""
         if self.surroundings is not None:
             self.surroundings.enter()
         sys.path.extend(entry for entry in self.path if entry not in sys.path)
         torch.set_num_threads(self.threads)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # what is printed last must not be lost
+            if isinstance(stream, io.TextIOWrapper):  # the last line must not be lost
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
 
 
 def serve(boot: Boot, endpoint: Endpoint) -> m.Reply:
-    """Build the worker and carry out commands until `Close`; all that raises is answered.
+    """Build the worker and carry out commands until `Close`; exceptions become answers.
 
     Returns:
-        The last answer, which has not been sent: the learner may go away once it has it.
+        The last answer, which the caller sends: the learner may go away once it has it.
     """
     try:
         factory = cloudpickle.loads(boot.factory)
@@ -316,7 +316,7 @@ def main(connection_fd: int, arena_fd: int, control_fd: int) -> None:
         endpoint = ProcessEndpoint(channel, boot.worker, arena, control)
         endpoint.answer(serve(boot, endpoint))
     except (EOFError, ConnectionError):
-        return  # the learner is gone: nobody is left to tell
+        return  # the learner is gone
 
 
 class ProcessEndpoint:

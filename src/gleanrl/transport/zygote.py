@@ -1,13 +1,11 @@
 """A process that has everything imported and forks workers on request.
 
-Importing torch takes seconds, forking a process that has done so takes milliseconds. Forking the
-learner itself is no choice: its threads do not survive, and what they held stays locked. So one
-helper process imports, never starts a thread, and forks.
+Importing torch takes seconds, forking a process that has imported it takes milliseconds. The
+learner cannot be forked, because its threads would not survive and their locks would stay locked.
+So one helper process imports, never starts a thread, and forks. A worker that needs workers of its
+own asks that process to fork another helper.
 
-Workers that want workers of their own ask the same process for another like it.
-
-It also is the workers' undertaker. It tells the learner how each of them ended, and when the
-learner is gone, however it went, it kills them.
+The zygote tells the learner how each worker ended, and kills the workers when the learner is gone.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 
 _REQUEST = struct.Struct("=4sq")
-"""What is asked for, and the number of the fork that it is about."""
+"""The request, and the number of its fork."""
 _REPLY = struct.Struct("=cqi")
-"""``F`` and a process id, ``E`` and how that process ended, or ``X`` and why there is none; the
-number of its fork between, 0 for a zygote that a worker has asked for."""
+"""The kind, the number of the fork (0 for a worker's own zygote), and the value: of ``F`` a process
+id, of ``E`` the status with which that process ended, of ``X`` the error of the fork."""
 _MAX_FDS = 8
 WORKER, NODE = b"work", b"node"
-"""What can be forked."""
+"""The kinds of forks."""
 # With -c the working directory comes first on the path, whether or not it is on the learner's.
 _PROGRAM = """\
 import sys
@@ -61,9 +59,9 @@ class Zygote:
     """The handle of a process on its zygote."""
 
     def __init__(self) -> None:
-        """Start it; it goes on importing while its owner does other things.
+        """Start the zygote, without waiting until it has imported everything.
 
-        A worker has the zygote it comes from fork another, which has imported everything already.
+        In a worker, the zygote of that worker forks another one.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
@@ -73,9 +71,9 @@ class Zygote:
         """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
         """The latest fork that got a process id."""
-        # Several collectors, in several threads, share it. Reentrant, because the garbage collector
-        # may close one collector in the middle of another's fork; whoever reads a message notes it
-        # for all.
+        # Collectors in several threads share the zygote: the thread that reads a message notes it
+        # for all. Reentrant, because the garbage collector may close one collector in the middle of
+        # another's fork.
         self._lock = threading.RLock()
         with theirs, _own_process() as owner:
             self._process = None if _asked_for(theirs, owner) else _spawned(theirs, owner)
@@ -95,7 +93,7 @@ class Zygote:
         """Fork a worker that gets copies of ``fds``; return its process id.
 
         Args:
-            fds: What the forked process is to have.
+            fds: Descriptors for the forked process.
             timeout: Seconds it may take.
             what: `WORKER`, which serves this process over its first descriptor, or `NODE`, which
                 reads there where to go.
@@ -113,7 +111,7 @@ class Zygote:
                 self._ask_for(what, number, fds)
                 while self._replies.keys().isdisjoint((forked, *refused)):
                     self._hear(deadline)
-            except BaseException:  # also Ctrl-C: nobody will know the worker that may come yet
+            except BaseException:  # also Ctrl-C: the worker may still come, unknown to its owner
                 self._ask_for(b"kill", number)
                 raise
             if forked not in self._replies:
@@ -142,11 +140,11 @@ class Zygote:
 
     def _ask_for(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
         if self._socket.fileno() >= 0:
-            with contextlib.suppress(ConnectionError):  # whoever waits for the answer is told
+            with contextlib.suppress(ConnectionError):  # the wait for the answer raises it
                 socket.send_fds(self._socket, [_REQUEST.pack(what, number)], list(fds))
 
     def _hear(self, deadline: Deadline) -> None:
-        """Take in a message, or nothing if somebody else took it first."""
+        """Take in a message, or nothing if another thread took it first."""
         fd = self._socket.fileno()
         if fd < 0:
             raise WorkerDied("the process that starts workers was ended")
@@ -180,7 +178,7 @@ class Zygote:
             return ""
 
     def kill(self, pid: int) -> None:
-        """Kill worker ``pid`` if it still runs; nobody else can have got its number meanwhile."""
+        """Kill worker ``pid`` if it still runs; no other process can have its number."""
         if self.alive:
             self._ask_for(b"kill", self._numbers[pid])
 
@@ -302,8 +300,8 @@ def main(fd: int, owner: int = -1) -> None:
 def preload(*others: Callable[[], None]) -> None:
     """Import what workers need.
 
-    The garbage collector is off meanwhile: it would take a third of the time. What is imported by
-    then is left out of all later collections, which saves time in workers, and pages in forks.
+    The garbage collector is off meanwhile, because it would take a third of the time. Later
+    collections leave out the imported objects, which saves time in workers, and pages in forks.
 
     Args:
         *others: Called as well: they import more.
@@ -330,7 +328,7 @@ def _import_pandas() -> None:
         return
     given = _ARROW in os.environ
     os.environ.setdefault(_ARROW, "background_thread:false")
-    with contextlib.suppress(Exception):  # a broken one is for whoever asks for it to name
+    with contextlib.suppress(Exception):  # a broken pandas is an error where it is used
         importlib.import_module("pandas")
     if not given:
         del os.environ[_ARROW]
@@ -350,7 +348,7 @@ class _Zygote:
         self._children: dict[int, int] = {}
         """Workers' process ids, and the numbers of their forks."""
         self._unreported: set[int] = set()
-        """Zygotes forked for workers: nobody here is told how they end."""
+        """Zygotes forked for workers; their end is reported to no process."""
         # Any worker may write to the one end; the other is read here.
         self._asked, self._ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._woken, self._wake = os.pipe()
@@ -475,12 +473,12 @@ class _Zygote:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # None, closed, or whatever the user put there
+        with contextlib.suppress(Exception):  # None, closed, or an object of the user's
             stream.flush()
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the zygote ends, whatever it is doing then."""
+    """Have the kernel kill this process when the zygote ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)

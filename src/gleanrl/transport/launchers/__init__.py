@@ -17,7 +17,7 @@ from gleanrl.transport.launchers.submitit import (
 
 
 class Launcher(Protocol):
-    """Starts the processes of nodes, and knows what became of them."""
+    """Starts the processes of nodes, and tells how they ended."""
 
     def address(self) -> str:
         """Return the address of this machine that its nodes can reach."""
@@ -30,7 +30,7 @@ class Launcher(Protocol):
         """
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        """Return how node ``node`` ended, ``None`` if it runs or nobody knows.
+        """Return how node ``node`` ended, ``None`` if it runs or its end is not known.
 
         Args:
             node: Its index.
@@ -38,7 +38,7 @@ class Launcher(Protocol):
         """
 
     def stop(self, timeout: float) -> None:
-        """End what still runs within ``timeout`` seconds. Idempotent, never raises."""
+        """End running nodes within ``timeout`` seconds. Idempotent, never raises."""
 
 
 _LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
@@ -90,7 +90,7 @@ def serve_elsewhere(name: str | Launcher, timeout_s: float) -> None:
 
     Args:
         name: As for `make_launcher`.
-        timeout_s: Seconds within which the learner has to say where it is.
+        timeout_s: Seconds to wait for the address of the learner.
 
     Raises:
         SystemExit: this process was a node, and its learner has ended.

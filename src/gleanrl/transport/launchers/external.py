@@ -1,4 +1,4 @@
-"""Nodes that somebody else starts: by hand, with mpirun, kubectl, or any scheduler."""
+"""Nodes that are started by hand, with mpirun, kubectl, or any scheduler."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _FOLDER = "~/.cache/gleanrl"
 
 
 class ManualLauncher:
-    """Says which commands start the nodes, and starts nothing itself.
+    """Prints the commands that start the nodes.
 
-    The commands never show the secret. If the learner has one of the user's in its environment,
-    nodes need the same one in theirs; else it lies in a file that only the user can read, where
-    the commands take it from.
+    The commands never show the secret. If the learner has a secret of the user's in its
+    environment, nodes need the same one in theirs; else the commands read it from a file that only
+    the user can read.
     """
 
     def __init__(self, tell: Callable[[str], object] = sys.stderr.write) -> None:
-        """Say nothing yet.
+        """Print nothing yet.
 
         Args:
-            tell: Given the text that has the commands; by default standard error is.
+            tell: Gets the text with the commands; by default writes it to standard error.
         """
         self._tell = tell
         self._file: Path | None = None
@@ -91,7 +91,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What torchrun tells its processes."""
+    """The environment variables that torchrun gives its processes."""
 
     rank: int
     size: int
@@ -101,7 +101,7 @@ class _Job:
     host: str
     port: int
     kept: bool
-    """Whether torchrun keeps the store, or rank 0 has to."""
+    """Whether torchrun keeps the store; else rank 0 does."""
     attempt: str
 
     @classmethod
@@ -134,15 +134,15 @@ class _Job:
 
     @property
     def learner_key(self) -> str:
-        """Where in the store the learner says where it is."""
+        """The key of the learner's address in the store."""
         return f"gleanrl/{self.attempt}/learner"
 
     def end_key(self, node: int) -> str:
-        """Where in the store a node says why it ended."""
+        """The key of the reason why a node ended in the store."""
         return f"gleanrl/{self.attempt}/ended/{node}"
 
     def store(self, timeout_s: float) -> Any:
-        """Connect to the store, as rank 0 also keep it if nobody else does."""
+        """Connect to the store; rank 0 also keeps it if torchrun does not."""
         keeping: dict[str, Any] = {}
         if not self.kept and self.rank == 0:
             listener = socket.create_server((self.host, self.port))
@@ -197,7 +197,7 @@ class TorchrunLauncher:
                 if deadline.expired:
                     return None
                 time.sleep(_LOOK_S)
-        except RuntimeError:  # there is no store any more
+        except RuntimeError:  # the store is gone
             return None
         return f"(rank {node + 1}) {store.get(key).decode()}"
 
@@ -209,7 +209,7 @@ def serve_as_rank(timeout_s: float) -> None:
     """In any rank but 0, be a node until the learner ends; in rank 0 do nothing.
 
     Args:
-        timeout_s: Seconds within which rank 0 has to say where it is.
+        timeout_s: Seconds to wait for the address of rank 0.
 
     Raises:
         SystemExit: in any rank but 0, when the learner has ended; its code is 0.

@@ -16,15 +16,14 @@ from gleanrl.transport.zygote import NODE, exit_text
 
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
-"""An address of no machine (RFC 5737): only the way there is looked up, nothing is sent."""
+"""An address of no machine (RFC 5737), to look up the default route; nothing is sent there."""
 
 
 def outward(name: str | None = None) -> str:
-    """Return an address of this machine that other machines reach it by.
+    """Return an address of this machine for other machines.
 
-    That of ``name`` (the host's own by default) if it is one; a host's name often stands for a
-    loopback address on the host itself, and then it is that of the interface that the default
-    route leads through.
+    The address of ``name`` (by default the host's name), unless it is a loopback address, as names
+    often have on their own host; then the address of the interface of the default route.
 
     Raises:
         ConfigError: there is neither.
@@ -60,7 +59,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_here(address: str) -> bool:
-    """Whether the address can be listened on: names may stand for one outside a translator."""
+    """Whether the address can be listened on: it may be the one outside a translator."""
     try:
         socket.create_server((address, 0)).close()
     except OSError:
@@ -82,13 +81,13 @@ class LocalLauncher:
     def launch(self, invitations: Sequence[Invitation]) -> None:
         for invitation in invitations:
             going = pickle.dumps((invitation, Surroundings.here()))
-            # A pipe would hold no more than 64 KB before somebody reads it.
+            # A pipe holds no more than 64 KB without a reader.
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)
                 told.seek(0)
                 pid = self._zygote.fork([told.fileno()], invitation.timeout_s, NODE)
             before = self._pids.get(invitation.node)
-            if before is not None:  # it was given up, which it need not have noticed
+            if before is not None:  # it was given up, and may not have noticed that
                 self._zygote.kill(before)
             self._pids[invitation.node] = pid
 
@@ -99,6 +98,6 @@ class LocalLauncher:
 
     def stop(self, timeout: float) -> None:
         pids, self._pids = self._pids, {}
-        # In a forked child of the learner they are somebody else's nodes.
+        # In a forked child of the learner the nodes belong to another process.
         if self._owner == os.getpid():
             self._zygote.end(list(pids.values()), timeout)

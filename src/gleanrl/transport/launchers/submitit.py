@@ -1,9 +1,9 @@
 """Nodes as jobs of a scheduler, through submitit: submitted by the learner, or together with it.
 
-Some clusters let no job submit others. There the main job and those of nodes are submitted
+Some clusters let no job submit others. There the main job and the jobs of nodes are submitted
 beforehand (`submitit_delayed_launcher`) and meet in a folder: the main job writes the invitations
 of its collector into one file, once, and each node reads its own. The folder is readable by the
-user alone, because the secret lies there.
+user alone, because it contains the secret.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from gleanrl.transport.node_endpoint import run_node
 from gleanrl.transport.process_group import KINDS
 
 FOLDER = "gleanrl_jobs"
-"""Where logs are by default, under the working directory: on clusters all hosts see that one."""
+"""Folder of logs under the working directory, which all hosts of a cluster see."""
 JOB_DEFAULTS: Mapping[str, Any] = {
     "name": "gleanrl",
     "timeout_min": 10,
     "slurm_signal_delay_s": 30,
     "slurm_additional_parameters": {"no-requeue": True},
 }
-"""What jobs get unless told otherwise. A node that Slurm starts anew finds no learner, so it is not
-asked to; partition, processors and memory are the cluster's own defaults."""
+"""Parameters of jobs by default. A node that Slurm starts anew would find no learner, hence
+no-requeue; partition, processors and memory are the cluster's own defaults."""
 _CLUSTER_LOOK_S, _LOCAL_LOOK_S = 3.0, 0.2
-"""Seconds between two looks at jobs: of a scheduler, which has better to do; of this machine."""
+"""Seconds between two looks at jobs: of a scheduler, and of this machine."""
 _JOBS_END_S = 7.0
-"""Seconds after which what was told to end on this machine has: it ends itself before."""
+"""Seconds within which a cancelled job of this machine has ended."""
 _LARGEST_ARRAY = 1000
 _SUBMITTING = "submitting jobs (launcher='mp' runs nodes on this machine without)"
 _LONGEST_TAIL = 300
@@ -62,7 +62,7 @@ _MEANINGS = {
 
 
 class Jobs:
-    """Some jobs that get the same resources; logs lie in a folder that only the user reads."""
+    """Jobs with the same resources, and a folder of logs that only the user can read."""
 
     def __init__(self, conf: Mapping[str, Any] | None, what: str) -> None:
         """Read ``conf``; nothing is submitted yet.
@@ -70,7 +70,7 @@ class Jobs:
         Args:
             conf: Parameters of `submitit.AutoExecutor`, over `JOB_DEFAULTS`; besides
                 ``cluster`` (``"slurm"``, ``"local"``, by default what is there) and ``folder``.
-            what: The argument that they come from, for messages.
+            what: The name of that argument, for messages.
 
         Raises:
             ConfigError: submitit is not installed, or something in ``conf`` cannot be.
@@ -106,10 +106,10 @@ class Jobs:
         return bool(self.cluster == "local")
 
     def open(self) -> Path:
-        """Make and return their folder, which only the user can look into.
+        """Return the folder of the jobs, made at the first call.
 
         Raises:
-            ConfigError: it cannot be made, or would not be private.
+            ConfigError: see `private_folder`.
         """
         if self._folder is None:
             self._folder = private_folder(self._parent)
@@ -129,31 +129,26 @@ class Jobs:
                 executor.update_parameters(slurm_array_parallelism=len(functions))
             for start in range(0, len(functions), _LARGEST_ARRAY):
                 self._jobs += executor.submit_array(functions[start : start + _LARGEST_ARRAY])
-        except Exception as err:  # whatever sbatch says, or submitit of a parameter
+        except Exception as err:  # of sbatch, or of submitit about a parameter
             raise ConfigError(f"the jobs of {self._what} were not taken: {err}") from err
         for job in self._jobs:
             with contextlib.suppress(OSError):  # the folder keeps others out already
                 job.paths.submitted_pickle.chmod(0o600)
         return first
 
-    # -- what became of them ---------------------------------------------------------------------
+    # -- their ends ------------------------------------------------------------------------------
 
     def outcome(self, index: int, timeout: float = 0.0) -> str | None:
-        """Return how job ``index`` ended, ``None`` if it has not, for all that is known here.
-
-        Args:
-            index: Of the job.
-            timeout: Seconds to wait for the news of an end that is certain.
-        """
+        """Return how job ``index`` ended; ``None`` if that is not known in ``timeout`` seconds."""
         deadline = Deadline(timeout)
         self._look()
         while index not in self._ended and not deadline.expired:
-            time.sleep(0.05)  # jobs have nothing that one could wait for
+            time.sleep(0.05)  # there is no event to wait for
             self._look()
         return self._ended.get(index)
 
     def _look(self) -> None:
-        """Look what has ended, at most every few seconds."""
+        """Note which jobs have ended, at most every few seconds."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -162,7 +157,7 @@ class Jobs:
         for index, job in enumerate(self._jobs):
             if index in self._ended:
                 continue
-            # The scheduler says in one answer what became of all of them.
+            # One answer of the scheduler is about all jobs.
             if job.done(force_check=not asked) or job.state.startswith("PREEMPTED"):
                 self._ended[index] = self._how(job)
             else:
@@ -196,9 +191,9 @@ class Jobs:
     # -- the end ---------------------------------------------------------------------------------
 
     def stop(self, timeout: float) -> None:
-        """Cancel what still runs after ``timeout`` seconds; remove what holds secrets.
+        """Cancel jobs that run after ``timeout`` seconds; remove the files with secrets.
 
-        Processes of this machine are waited for, a few seconds more if they take that to end.
+        Waits a few seconds more for processes of this machine.
         """
         self._wait_for_end(timeout)
         for job in self._jobs:
@@ -214,10 +209,10 @@ class Jobs:
     def _wait_for_end(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         while not (deadline.expired or all(map(self._is_over, self._jobs))):
-            time.sleep(0.02)  # jobs have nothing that one could wait for
+            time.sleep(0.02)
 
     def _is_over(self, job: Any) -> bool:
-        """Whether a job is known to have ended; asks no scheduler."""
+        """Whether a job is known to have ended, without asking the scheduler."""
         if self.here:
             return bool(job.done())
         return _has_result(job) or bool(job.watcher.is_done(job.job_id, mode="cache"))
@@ -232,7 +227,7 @@ def _has_result(job: Any) -> bool:
 
 
 def private_folder(parent: Path) -> Path:
-    """Make a new folder that nobody but the user can look into.
+    """Make a new folder that only the user can read.
 
     Raises:
         ConfigError: it cannot be made there, or would not be private.
@@ -241,7 +236,7 @@ def private_folder(parent: Path) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
-        folder.chmod(0o700)  # whatever the umask
+        folder.chmod(0o700)  # with any umask
         found = folder.stat()
     except OSError as err:
         raise ConfigError(f"no folder can be made in {parent} ({err}); pass another one") from err
@@ -255,7 +250,7 @@ def private_folder(parent: Path) -> Path:
 
 
 def _gist(error: Exception) -> str:
-    """Return the last line of the traceback in what submitit says of a failed job."""
+    """Return the last line of the traceback in submitit's error about a failed job."""
     lines = [line for line in str(error).split("\n") if line.strip()]
     rules = [i for i, line in enumerate(lines) if not line.strip("-")]
     inside = lines[rules[0] + 1 : rules[-1]] if len(rules) > 1 else lines
@@ -271,7 +266,7 @@ def _last_line(log: Path) -> str:
 
 
 _LAST_WORD_S = 5.0
-"""Seconds the interpreter gets to take itself apart."""
+"""Seconds until a job ends in the middle of the interpreter's own end."""
 
 
 class SubmititLauncher:
@@ -288,7 +283,7 @@ class SubmititLauncher:
         """
         self._jobs = Jobs(slurm_kwargs, "slurm_kwargs")
         self._latest: dict[int, int] = {}
-        """The job of each node; those before it were of nodes that are lost."""
+        """The latest job of each node; earlier jobs were of lost nodes."""
 
     def address(self) -> str:
         return LOOPBACK if self._jobs.here else outward()
@@ -312,7 +307,7 @@ def _serve_in_job(invitation: Invitation) -> None:
         SystemExit: the scheduler said that the job has to end, and the learner was told.
     """
     environment = importlib.import_module("submitit").JobEnvironment()
-    # What submitit announces the time limit with comes first, SIGTERM later or for other reasons.
+    # submitit's signal announces the time limit, SIGTERM comes later or for other reasons.
     announced = getattr(signal, f"SIG{environment.USR_SIG}")
     signals = (announced, signal.SIGTERM, signal.SIGINT)
     for number in signals:  # submitit's own handlers ignore one and requeue on the other
@@ -347,7 +342,7 @@ def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | No
     """
     deadline = Deadline(timeout)
     while True:
-        # A file system on a network may show an old folder, until it is listed, or half a file.
+        # A file system on a network may show an old folder until it is listed, or half a file.
         with contextlib.suppress(OSError, ValueError):
             os.listdir(folder)
             invitations = json.loads((folder / _INVITATIONS).read_text())
@@ -444,12 +439,12 @@ class submitit_delayed_launcher:  # the name that users know
         submitit_collection_conf: Mapping[str, Any] | None = None,
         start_timeout: float = 3600.0,
     ) -> None:
-        """Read what jobs need; nothing is submitted yet.
+        """Read the parameters of jobs; nothing is submitted yet.
 
         Args:
             num_jobs: Nodes.
             framework: ``"distributed"`` or ``"rpc"``: of the collector. Nodes serve either.
-            backend: That of the collector, which tells its nodes; checked here for its name only.
+            backend: The backend of the collector; only its name is checked here.
             tcpport: The port that the learner listens on unless its collector is given one.
             submitit_main_conf: Parameters of the main job, over `JOB_DEFAULTS`.
             submitit_collection_conf: Parameters of the jobs of nodes, likewise.
@@ -486,7 +481,7 @@ class submitit_delayed_launcher:  # the name that users know
         """Submit everything, wait, and leave nothing running."""
         count, local, grace = self._count, job.here and nodes.here, 0.0
         folder = job.open()
-        # By itself, because the job has to know first where to import from.
+        # Pickled separately, because the job first needs to know where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
         start = functools.partial(_run_main, pickled, path, folder, count, local, self._port)
         serve = functools.partial(_wait_to_serve, folder, self._start_timeout)
@@ -514,7 +509,7 @@ def _run_main(
         return cloudpickle.loads(pickled)()
     finally:
         _main_job = None
-        with contextlib.suppress(OSError):  # the folder is gone: nobody waits any more
+        with contextlib.suppress(OSError):  # the folder is gone, so no node waits any more
             write_invitations(folder, ())  # nodes that have not begun yet end at once
 
 
