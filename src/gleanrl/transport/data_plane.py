@@ -58,7 +58,7 @@ class Connection(Protocol):
 
     index: int
     """The node's."""
-    here: str
+    own_address: str
     """This side's address on the network between the two."""
 
     def tell(self, key: str, value: bytes) -> None:
@@ -193,7 +193,7 @@ class Arrival:
             self._error = err
 
     @property
-    def here(self) -> bool:
+    def arrived(self) -> bool:
         """Whether `finish` would return at once."""
         if self._error is not None or self._landing.mark == self._ticket:
             return True

@@ -47,7 +47,7 @@ from gleanrl.transport.wire import (
 from gleanrl.transport.worker_loop import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
 
-_EXIT_GRACE_S = 1.0
+_NODE_EXIT_S = 1.0
 """Seconds after which a node that was told to end is given up."""
 _NAPS_S = 50e-6, 1e-3
 """Shortest and longest pause, in seconds, between two looks for an announced rollout."""
@@ -71,10 +71,10 @@ class Node(ChannelPeer):
         self.channel.keep_alive(backend.timeout_s)
         self._backend = backend
         self.address: str = sock.getpeername()[0]
-        self.here = str(sock.getsockname()[0])
+        self.own_address = str(sock.getsockname()[0])
         self.heard = time.monotonic()
         """When it last gave a sign of life."""
-        self.leaving: str | None = None
+        self.end_reason: str | None = None
         """The reason for its end, given by the node or by this side."""
         self.replies: deque[bytes] = deque()
         """Takes its replies; once it has joined, the queue of the backend."""
@@ -164,7 +164,7 @@ class Node(ChannelPeer):
                 name, value = read_key(frame)
                 self._keys[name] = value
             elif kind == LEAVE:
-                self.leaving = frame[1:].decode()
+                self.end_reason = frame[1:].decode()
             elif kind == WEIGHTS:
                 self._weights_taken()
             elif kind != BEAT:
@@ -181,10 +181,10 @@ class Node(ChannelPeer):
             self._landings[reference.slot] = landing
         return Arrival(ticket, landing, self._pair)
 
-    def is_here(self, ticket: int) -> bool:
+    def has_arrived(self, ticket: int) -> bool:
         """Whether `land` would not have to wait."""
         arrival = self._arriving.get(ticket)
-        return arrival is None or arrival.here
+        return arrival is None or arrival.arrived
 
     def land(self, ticket: int) -> None:
         """If ``ticket`` is of a rollout, wait until the rollout is in its window.
@@ -221,7 +221,7 @@ class Node(ChannelPeer):
 
     def exit_reason(self, reason: str, timeout: float = _NEWS_S) -> str:
         """Return why the node is gone, told by itself, by its launcher, or else ``reason``."""
-        told = self.leaving or self._backend.launcher.exit_reason(self.index, timeout)
+        told = self.end_reason or self._backend.launcher.exit_reason(self.index, timeout)
         return f"on node {self.address} {told or reason}"
 
     def listen(self) -> None:
@@ -386,7 +386,7 @@ class NetworkBackend(ChannelBackend[Node]):
         if self._replaces:
             self._poller.register(self.admitter.bell, select.EPOLLIN)
         else:
-            self.admitter.stop(_EXIT_GRACE_S)
+            self.admitter.stop(_NODE_EXIT_S)
             self.admitter.listener.close()
 
     def boot(self, index: int, life: int) -> Boot:
@@ -459,23 +459,23 @@ class NetworkBackend(ChannelBackend[Node]):
             self._nap, timeout = min(2 * self._nap, _NAPS_S[1]), 0.0
         for fd, events in interruptible(self._poller.poll, timeout):
             self._turn_to(fd, events)
-        if self._first_here() is not None:
+        if self._first_complete() is not None:
             return None
         silent_in = self._next_silence(time.monotonic())
         return self._nap if self._arrived else silent_in
 
-    def _first_here(self) -> int | None:
+    def _first_complete(self) -> int | None:
         """Return the place of the oldest reply whose data are here; those of a node keep order."""
         waiting: set[int] = set()
         for place, frame in enumerate(self._arrived):
             ticket, worker = head_of(frame)
-            if worker not in waiting and self._peers[worker].is_here(ticket):
+            if worker not in waiting and self._peers[worker].has_arrived(ticket):
                 return place
             waiting.add(worker)
         return None
 
     def _next(self) -> bytes | None:
-        place = self._first_here()
+        place = self._first_complete()
         if place is None:
             return None
         frame: bytes = self._arrived[place]
@@ -521,8 +521,8 @@ class NetworkBackend(ChannelBackend[Node]):
         """
         left = self.timeout_s
         for node in self._by_fd.values():
-            if node.leaving is not None and not self._has_announced(node):
-                raise self._died(node, node.leaving)
+            if node.end_reason is not None and not self._has_announced(node):
+                raise self._died(node, node.end_reason)
             silent_for_s = now - node.heard
             if silent_for_s >= self.timeout_s:
                 raise self._died(
@@ -539,8 +539,8 @@ class NetworkBackend(ChannelBackend[Node]):
             if self._publisher is not None:
                 self._publisher.supply(peer)
         except ForgedFrameError as err:
-            peer.leaving = f"was let go of: {err}"
-            raise self._died(peer, peer.leaving) from None
+            peer.end_reason = f"was let go of: {err}"
+            raise self._died(peer, peer.end_reason) from None
         except (EOFError, OSError) as err:
             peer.in_flight = peer.in_flight or Deadline(_IN_FLIGHT_S)
             # While data may arrive they come first; this is told again.
@@ -574,7 +574,7 @@ class NetworkBackend(ChannelBackend[Node]):
         mine = self._owner == os.getpid()
         try:
             if mine:
-                self.admitter.stop(min(timeout, _EXIT_GRACE_S))
+                self.admitter.stop(min(timeout, _NODE_EXIT_S))
         finally:  # nodes end also where Ctrl-C ends the wait for threads
             self._end_nodes(mine, timeout)
 
@@ -587,7 +587,7 @@ class NetworkBackend(ChannelBackend[Node]):
         for node in nodes:
             node.close(drop=mine)
         self.admitter.listener.close()
-        self.launcher.stop(min(timeout, _EXIT_GRACE_S))
+        self.launcher.stop(min(timeout, _NODE_EXIT_S))
         self._poller.close()
 
 

@@ -34,7 +34,7 @@ from gleanrl.transport.wire import (
     key_frame,
     read_key,
 )
-from gleanrl.transport.worker_loop import Asked, Boot, Inbox, WeightReceiver, serve
+from gleanrl.transport.worker_loop import Boot, Inbox, Received, WeightReceiver, serve
 from gleanrl.weights.buffers import FlatBuffer
 
 _LAST_WORD_S = 5.0
@@ -47,9 +47,9 @@ class NodeConnection:
     Commands go to ``inbox``; the thread that carries them out answers through `send`.
     """
 
-    def __init__(self, channel: Channel, index: int, here: str, timeout_s: float) -> None:
+    def __init__(self, channel: Channel, index: int, own_address: str, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s
-        self.index, self.here = index, here
+        self.index, self.own_address = index, own_address
         self._reader = CommandReader(index)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -179,7 +179,7 @@ class NodeConnection:
         self.inbox.put(ticket, command)
 
 
-_EXIT_GRACE_S = 5.0
+_STEP_EXIT_S = 5.0
 """Seconds an environment gets to end its step and to close."""
 
 
@@ -227,7 +227,7 @@ def _leaving_on(
             if got not in signals:
                 continue
             number = signal.Signals(got)
-            end = threading.Timer(_EXIT_GRACE_S, os._exit, [128 + number])
+            end = threading.Timer(_STEP_EXIT_S, os._exit, [128 + number])
             end.daemon = True
             end.start()
             came.append(number)
@@ -291,7 +291,7 @@ def run_node(
     """
     require_linux("nodes")
     sock, keys, timeout_s = join(invitation, invitation.timeout_s)
-    here = str(sock.getsockname()[0])
+    own_address = str(sock.getsockname()[0])
     channel = Channel(sock, keys)
     channel.keep_alive(timeout_s)
     try:
@@ -304,7 +304,7 @@ def run_node(
     # The learner has authenticated, and so is all that comes: its pickles are loaded.
     boot: Boot = pickle.loads(first)
     boot.prepare()
-    connection = NodeConnection(channel, invitation.node, here, timeout_s)
+    connection = NodeConnection(channel, invitation.node, own_address, timeout_s)
     connection.start(others)
     try:
         leaving = _leaving_on(signals, connection, label, note)
@@ -335,7 +335,7 @@ class NodeEndpoint:
         self._due: m.WindowRef | None = None
         """Of the rollout that is being carried out."""
 
-    def next(self) -> tuple[int, Asked]:
+    def next(self) -> tuple[int, Received]:
         ticket, command = self._connection.inbox.next()
         if isinstance(command, m.Collect) and command.window.blocks:
             self._due = command.window

@@ -25,7 +25,7 @@ from gleanrl.transport.worker_loop import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
-_EXIT_GRACE_S = 0.5
+_WORKER_EXIT_S = 0.5
 """Seconds after which a worker that was told to end is killed."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
@@ -104,7 +104,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._peers.append(process)
         self.pids.append(pid)
         self._ends.register(process.channel.fileno(), 0)
-        boot = Boot(worker, factory, self._threads, surroundings=Surroundings.here())
+        boot = Boot(worker, factory, self._threads, surroundings=Surroundings.current())
         with contextlib.suppress(ConnectionError):
             process.channel.post(pickle.dumps(boot))
         self._watch(process)
@@ -153,7 +153,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             process.channel.close()
         # In a forked child of the learner the workers belong to another process.
         if self._owner == os.getpid():
-            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _EXIT_GRACE_S))
+            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _WORKER_EXIT_S))
         self._poller.close()
         self.memory.close()
         self._control.close()

@@ -107,19 +107,19 @@ class ProcessGroupPair:
         self._peer = 1 - rank
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")
         store, timeout = ConnectionStore(connection), timedelta(seconds=timeout_s)
-        self._group = _make(kind, store, rank, connection.here, timeout)
+        self._group = _make(kind, store, rank, connection.own_address, timeout)
 
     def send(self, tensor: torch.Tensor) -> Transfer:
         moving = tensor.to(self._device)
-        return _Work(self._group.send([moving], self._peer, _TAG), moving, moving)
+        return _GroupTransfer(self._group.send([moving], self._peer, _TAG), moving, moving)
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
         on_cpu = self._device.type == "cpu"
         moving = tensor if on_cpu else torch.empty_like(tensor, device=self._device)
-        return _Work(self._group.recv([moving], self._peer, _TAG), moving, tensor)
+        return _GroupTransfer(self._group.recv([moving], self._peer, _TAG), moving, tensor)
 
 
-class _Work:
+class _GroupTransfer:
     """A `Transfer` of a process group."""
 
     def __init__(self, work: Any, moving: torch.Tensor, wanted: torch.Tensor) -> None:

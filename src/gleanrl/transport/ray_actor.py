@@ -59,7 +59,7 @@ class _Actor:
     """The data that the threads of an actor share."""
 
     def __init__(self) -> None:
-        self.out: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
+        self.out: queue.SimpleQueue[_OutTransfer] = queue.SimpleQueue()
         self.taken = 0
         self.given: dict[int, Any] = {}
         self.came = threading.Condition()
@@ -73,7 +73,7 @@ _actor = _Actor()
 """Of this process, if it is an actor."""
 
 
-class _Leaving:
+class _OutTransfer:
     """A `Transfer` out of an actor.
 
     Ray serialises the result of a method after the method has returned: the transfer is over when
@@ -98,7 +98,7 @@ class _Leaving:
         self._gone.wait()
 
 
-class _Given:
+class _InTransfer:
     """A `Transfer` into an actor."""
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
@@ -123,10 +123,10 @@ class ActorPair:
         self._received = 0
 
     def send(self, tensor: torch.Tensor) -> Transfer:
-        leaving = _Leaving(tensor)
+        leaving = _OutTransfer(tensor)
         _actor.out.put(leaving)
         return leaving
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
         self._received += 1
-        return _Given(self._received - 1, tensor)
+        return _InTransfer(self._received - 1, tensor)

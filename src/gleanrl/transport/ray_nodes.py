@@ -216,14 +216,14 @@ class RayPair:
         # In a list, so that Ray does not fetch it before the actor does.
         self._handle.give.remote(self._sent, [self._actors.put(tensor)])
         self._sent += 1
-        return _Done()
+        return _PutTransfer()
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
         self._calls.append(self._handle.take.remote())
         self._expected += 1
-        return _Coming(self, self._expected - 1, tensor)
+        return _TakeTransfer(self, self._expected - 1, tensor)
 
-    def is_here(self, number: int, timeout: float | None = 0.0) -> bool:
+    def has_arrived(self, number: int, timeout: float | None = 0.0) -> bool:
         """Tell within ``timeout`` seconds whether `take` would return at once."""
         ray = self._actors.ray
         while not self._problem and number not in self._taken:
@@ -245,13 +245,13 @@ class RayPair:
         Raises:
             RuntimeError: the actor is gone.
         """
-        self.is_here(number, None)
+        self.has_arrived(number, None)
         if number not in self._taken:
             raise RuntimeError(self._problem)
         return self._taken.pop(number)
 
 
-class _Done:
+class _PutTransfer:
     """A `Transfer` that is over: what was sent lies in the store."""
 
     over = True
@@ -260,7 +260,7 @@ class _Done:
         """Do nothing."""
 
 
-class _Coming:
+class _TakeTransfer:
     """A `Transfer` from an actor."""
 
     def __init__(self, pair: RayPair, number: int, tensor: torch.Tensor) -> None:
@@ -268,7 +268,7 @@ class _Coming:
 
     @property
     def over(self) -> bool:
-        return self._pair.is_here(self._number)
+        return self._pair.has_arrived(self._number)
 
     def finish(self) -> None:
         np.copyto(self._tensor.numpy(), self._pair.take(self._number))

@@ -29,7 +29,7 @@ from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.wire import Channel, CommandReader, frame_of
 from gleanrl.weights.buffers import SharedWeightReceiver
 
-Asked: TypeAlias = m.Command | m.Failed
+Received: TypeAlias = m.Command | m.Failed
 """The next thing for a worker: a command, or the answer to one that could not be loaded."""
 OpenWindow = Callable[[m.WindowRef], Window]
 
@@ -72,7 +72,7 @@ class Worker:
         process = os.getpid(), platform.node()
         return m.Ready(self._index, self.source.layout(), process=process)
 
-    def handle(self, ticket: int, command: Asked) -> m.Reply:
+    def handle(self, ticket: int, command: Received) -> m.Reply:
         """Carry out ``command``; an exception of the user's code becomes a `Failed` reply."""
         began = monotonic()
         self._waited += began - self._idle_since
@@ -171,19 +171,19 @@ class CommandQueue:
     """Commands in the order they are carried out: rollouts not begun yet come last."""
 
     def __init__(self) -> None:
-        self._collects: deque[tuple[int, Asked]] = deque()
-        self._others: deque[tuple[int, Asked]] = deque()
+        self._collects: deque[tuple[int, Received]] = deque()
+        self._others: deque[tuple[int, Received]] = deque()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
         return bool(self._others or self._collects)
 
-    def put(self, ticket: int, command: Asked) -> None:
+    def put(self, ticket: int, command: Received) -> None:
         """Queue ``command``."""
         queue = self._collects if isinstance(command, m.Collect) else self._others
         queue.append((ticket, command))
 
-    def pop(self) -> tuple[int, Asked]:
+    def pop(self) -> tuple[int, Received]:
         """Return the next command and its ticket."""
         return (self._others or self._collects).popleft()
 
@@ -195,13 +195,13 @@ class Inbox(CommandQueue):
         super().__init__()
         self._arrived = threading.Condition()
 
-    def put(self, ticket: int, command: Asked) -> None:
+    def put(self, ticket: int, command: Received) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:
             super().put(ticket, command)
             self._arrived.notify()
 
-    def next(self) -> tuple[int, Asked]:
+    def next(self) -> tuple[int, Received]:
         """Wait for a command, as long as it takes, and return it and its ticket."""
         with self._arrived:
             while not self:
@@ -215,7 +215,7 @@ class Endpoint(Protocol):
     stop: Stop
     weights: WeightReceiver | None
 
-    def next(self) -> tuple[int, Asked]:
+    def next(self) -> tuple[int, Received]:
         """Wait for the next command; return its ticket and it."""
 
     def window(self, reference: m.WindowRef) -> Window:
@@ -236,7 +236,7 @@ class Surroundings:
     """The key of `multiprocessing`, with which proxies of a user's manager connect."""
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def current(cls) -> Surroundings:
         """Return those of this process."""
         authkey = bytes(multiprocessing.current_process().authkey)
         return cls(dict(os.environ), os.getcwd(), tuple(sys.path), authkey)
@@ -332,7 +332,7 @@ class ProcessEndpoint:
         self._queue = CommandQueue()
         self._windows: dict[int, Window] = {}
 
-    def next(self) -> tuple[int, Asked]:
+    def next(self) -> tuple[int, Received]:
         if self._queue:
             self._take_in(self._channel.read())
         while not self._queue:

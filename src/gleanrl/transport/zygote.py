@@ -51,7 +51,7 @@ _PRELOADED = "gleanrl"
 _PR_SET_PDEATHSIG = 1
 _ARROW = "JE_ARROW_MALLOC_CONF"
 """Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
-_ask: socket.socket | None = None
+_request_end: socket.socket | None = None
 """In a worker: where it may ask for a zygote of its own."""
 
 
@@ -76,7 +76,7 @@ class Zygote:
         # another's fork.
         self._lock = threading.RLock()
         with theirs, _own_process() as owner:
-            self._process = None if _asked_for(theirs, owner) else _spawned(theirs, owner)
+            self._process = None if _forked_by_zygote(theirs, owner) else _spawned(theirs, owner)
 
     @property
     def alive(self) -> bool:
@@ -108,11 +108,11 @@ class Zygote:
             number = self._requested
             forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
-                self._ask_for(what, number, fds)
+                self._request(what, number, fds)
                 while self._replies.keys().isdisjoint((forked, *refused)):
                     self._hear(deadline)
             except BaseException:  # also Ctrl-C: the worker may still come, unknown to its owner
-                self._ask_for(b"kill", number)
+                self._request(b"kill", number)
                 raise
             if forked not in self._replies:
                 error = next(self._replies[each] for each in refused if each in self._replies)
@@ -138,7 +138,7 @@ class Zygote:
             self._lock.release()
         return self._replies[ended]
 
-    def _ask_for(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
+    def _request(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
         if self._socket.fileno() >= 0:
             with contextlib.suppress(ConnectionError):  # the wait for the answer raises it
                 socket.send_fds(self._socket, [_REQUEST.pack(what, number)], list(fds))
@@ -180,7 +180,7 @@ class Zygote:
     def kill(self, pid: int) -> None:
         """Kill worker ``pid`` if it still runs; no other process can have its number."""
         if self.alive:
-            self._ask_for(b"kill", self._numbers[pid])
+            self._request(b"kill", self._numbers[pid])
 
     def end(self, pids: Sequence[int], timeout: float) -> None:
         """Let workers that were asked to end do so for ``timeout`` seconds, then kill the rest."""
@@ -225,12 +225,12 @@ def _own_process() -> Iterator[Sequence[int]]:
         os.close(watched)
 
 
-def _asked_for(theirs: socket.socket, owner: Sequence[int]) -> bool:
+def _forked_by_zygote(theirs: socket.socket, owner: Sequence[int]) -> bool:
     """Ask the zygote that this process was forked from for another one, if there is one."""
-    if _ask is None:
+    if _request_end is None:
         return False
     try:
-        socket.send_fds(_ask, [b"zygote"], [theirs.fileno(), *owner])
+        socket.send_fds(_request_end, [b"zygote"], [theirs.fileno(), *owner])
     except OSError:  # it is gone
         return False
     return True
@@ -350,7 +350,7 @@ class _Zygote:
         self._unreported: set[int] = set()
         """Zygotes forked for workers; their end is reported to no process."""
         # Any worker may write to the one end; the other is read here.
-        self._asked, self._ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests, self._request_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
@@ -359,7 +359,7 @@ class _Zygote:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         watched = select.poll()  # select() takes no descriptor above 1023
-        for fd in (self._control.fileno(), self._asked.fileno(), self._woken, *self._owner):
+        for fd in (self._control.fileno(), self._requests.fileno(), self._woken, *self._owner):
             watched.register(fd, select.POLLIN)
         try:
             while True:
@@ -369,7 +369,7 @@ class _Zygote:
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._report_ended()
-                if self._asked.fileno() in ready:
+                if self._requests.fileno() in ready:
                     self._fork_zygote()
                 if self._control.fileno() in ready and not self._obey():
                     return
@@ -407,7 +407,7 @@ class _Zygote:
 
     def _fork_zygote(self) -> None:
         """Fork a zygote for a worker; it serves that one over the descriptor that came along."""
-        _, fds, _, _ = socket.recv_fds(self._asked, 64, _MAX_FDS)
+        _, fds, _, _ = socket.recv_fds(self._requests, 64, _MAX_FDS)
         try:
             if fds:  # else this process had no descriptor left for them: the worker is told by that
                 self._unreported.add(self._fork(lambda: self._become_zygote(*fds)))
@@ -440,21 +440,21 @@ class _Zygote:
         return pid
 
     def _become_worker(self, what: bytes, fds: Sequence[int]) -> None:
-        global _ask
-        _ask = self._ask
+        global _request_end
+        _request_end = self._request_end
         self._leave()
         self._works[what](*fds)
 
     def _become_zygote(self, fd: int, owner: int = -1) -> None:
         self._leave()
-        self._ask.close()
+        self._request_end.close()
         _Zygote(socket.socket(fileno=fd), owner, self._works).run()
 
     def _leave(self) -> None:
         """Let go of what only the process that forked this one may use."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in (self._control, self._asked):
+        for end in (self._control, self._requests):
             end.close()
         for fd in (self._woken, self._wake, *self._owner):
             os.close(fd)

@@ -83,9 +83,9 @@ class ManualLauncher:
                 file.parent.rmdir()
 
 
-_TIMEOUT_S = 60.0
+_STORE_TIMEOUT_S = 60.0
 """Seconds the store may take to answer."""
-_LOOK_S = 0.05
+_STORE_LOOK_S = 0.05
 """Seconds between two looks into it."""
 
 
@@ -185,7 +185,7 @@ class TorchrunLauncher:
 
     def _connected(self) -> Any:
         if self._store is None:
-            self._store = self._job.store(_TIMEOUT_S)
+            self._store = self._job.store(_STORE_TIMEOUT_S)
         return self._store
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
@@ -196,7 +196,7 @@ class TorchrunLauncher:
             while not store.check([key]):
                 if deadline.expired:
                     return None
-                time.sleep(_LOOK_S)
+                time.sleep(_STORE_LOOK_S)
         except RuntimeError:  # the store is gone
             return None
         return f"(rank {node + 1}) {store.get(key).decode()}"

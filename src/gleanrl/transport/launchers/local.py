@@ -76,11 +76,11 @@ class LocalLauncher:
         self._pids: dict[int, int] = {}
 
     def address(self) -> str:
-        return "127.0.0.1"
+        return LOOPBACK
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         for invitation in invitations:
-            going = pickle.dumps((invitation, Surroundings.here()))
+            going = pickle.dumps((invitation, Surroundings.current()))
             # A pipe holds no more than 64 KB without a reader.
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)

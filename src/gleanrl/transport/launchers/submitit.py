@@ -101,7 +101,7 @@ class Jobs:
         self._next_look = 0.0
 
     @property
-    def here(self) -> bool:
+    def local(self) -> bool:
         """Whether they run on this machine."""
         return bool(self.cluster == "local")
 
@@ -152,7 +152,7 @@ class Jobs:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + (_LOCAL_LOOK_S if self.here else _CLUSTER_LOOK_S)
+        self._next_look = now + (_LOCAL_LOOK_S if self.local else _CLUSTER_LOOK_S)
         asked = False
         for index, job in enumerate(self._jobs):
             if index in self._ended:
@@ -200,7 +200,7 @@ class Jobs:
             if not self._is_over(job) and not _has_result(job):
                 with contextlib.suppress(Exception):  # not found, or ended meanwhile
                     job.cancel(check=False)
-        if self.here:
+        if self.local:
             self._wait_for_end(_JOBS_END_S)
         for job in self._jobs:
             with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ class Jobs:
 
     def _is_over(self, job: Any) -> bool:
         """Whether a job is known to have ended, without asking the scheduler."""
-        if self.here:
+        if self.local:
             return bool(job.done())
         return _has_result(job) or bool(job.watcher.is_done(job.job_id, mode="cache"))
 
@@ -286,7 +286,7 @@ class SubmititLauncher:
         """The latest job of each node; earlier jobs were of lost nodes."""
 
     def address(self) -> str:
-        return LOOPBACK if self._jobs.here else outward()
+        return LOOPBACK if self._jobs.local else outward()
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         first = self._jobs.submit([functools.partial(_serve_in_job, each) for each in invitations])
@@ -321,7 +321,7 @@ def _serve_in_job(invitation: Invitation) -> None:
 
 
 _INVITATIONS = "invitations.json"
-_LOOK_S = 0.5
+_INVITATION_LOOK_S = 0.5
 """Seconds between two looks into the folder."""
 
 
@@ -356,7 +356,7 @@ def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | No
                 "built no collector with launcher='submitit_delayed'; its log tells more, and "
                 "start_timeout= of submitit_delayed_launcher gives it longer"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_INVITATION_LOOK_S)
 
 
 @dataclass(slots=True)
@@ -479,7 +479,7 @@ class submitit_delayed_launcher:  # the name that users know
 
     def _run(self, main: Callable[[], R], job: Jobs, nodes: Jobs) -> R:
         """Submit everything, wait, and leave nothing running."""
-        count, local, grace = self._count, job.here and nodes.here, 0.0
+        count, local, grace = self._count, job.local and nodes.local, 0.0
         folder = job.open()
         # Pickled separately, because the job first needs to know where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
