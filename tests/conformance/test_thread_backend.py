@@ -56,7 +56,7 @@ class ThreadBackend(RemoteBackend):
 
     def start(self, factories):
         blobs = [pickled(worker, factory) for worker, factory in enumerate(factories)]
-        self._peers = [Thread(worker, blob, self) for worker, blob in enumerate(blobs)]
+        self._peers = {worker: Thread(worker, blob, self) for worker, blob in enumerate(blobs)}
 
     def _post(self, peer, ticket, command):
         peer.endpoint.inbox.put(ticket, command)
@@ -65,7 +65,7 @@ class ThreadBackend(RemoteBackend):
         try:
             self._arrived.append(self.replies.get(timeout=0.1 if timeout is None else timeout))
         except queue.Empty:
-            for peer in self._peers:
+            for peer in self._peers.values():
                 if peer.gone and self.replies.empty():
                     raise self._died(peer, "ended") from None
         return 0.1
@@ -80,7 +80,7 @@ class ThreadBackend(RemoteBackend):
         pass
 
     def stop(self, timeout):
-        threads, self._peers = [peer.thread for peer in self._peers], []
+        threads, self._peers = [peer.thread for peer in self._peers.values()], {}
         self._arrived.clear()
         for thread in threads:
             thread.join(timeout)

@@ -547,7 +547,7 @@ def test_updates_that_nobody_takes_cost_no_memory_and_the_last_one_counts():
             policy.module.set(float(number))
             collector.update_policy_weights_()
         backend = collector._engine.backend
-        assert sum(len(node._weights) for node in backend._peers) <= 2
+        assert sum(len(node._weights) for node in backend._peers.values()) <= 2
         assert len(backend._publisher._buffers) <= 2
         assert collector.state_dict()["worker1"]["worker"]["policy_version"] == 100
         batch = collector.next()

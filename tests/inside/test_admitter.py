@@ -21,9 +21,6 @@ class FakeNode:
     def bring_up(self, life):
         self._greet(self)
 
-    def listen(self):
-        pass
-
     def exit_reason(self, reason):
         self.asked += 1
         return f"on node 10.0.0.7 {reason}"

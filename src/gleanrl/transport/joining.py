@@ -20,7 +20,7 @@ from gleanrl.core.options import warn
 from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit, new_secret
 from gleanrl.transport.launchers import Launcher
 
-LOOK_S = 0.2
+_LOOK_S = 0.2
 """Seconds between two looks at what became of nodes that have not joined yet."""
 _INTRODUCTION_S = 2.0
 """Seconds a stranger on the port may take to show that it is a node."""
@@ -58,9 +58,6 @@ class JoiningNode(Protocol):
 
     def bring_up(self, life: int) -> None:
         """Tell the node what to be; if it was lost (``life`` times), wait until it is up."""
-
-    def listen(self) -> None:
-        """Read what the node has sent before its end."""
 
     def exit_reason(self, reason: str, timeout: float = ...) -> str:
         """Return why the node is gone; ``reason`` if nothing else is known."""
@@ -156,16 +153,8 @@ class NodeAdmitter(Generic[N]):
             if not self._admitting:
                 self._start(self._admit_loop)
 
-    def pop(self, timeout: float = 0.0) -> N | WorkerDied | None:
-        """Return a node that has joined, or the error of one that has not; ``None`` for no news.
-
-        Args:
-            timeout: Seconds to wait for news.
-        """
-        if timeout:
-            rings = select.poll()
-            rings.register(self.bell, select.POLLIN)
-            rings.poll(1000 * timeout)
+    def pop(self) -> N | WorkerDied | None:
+        """Return a node that has joined, or the error of one that has not; ``None`` for no news."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
             return self._done.popleft()
@@ -226,7 +215,7 @@ class NodeAdmitter(Generic[N]):
             if time.monotonic() >= self._next_look:
                 for index, each in wanted:
                     self._look_after(index, each)
-                self._next_look = time.monotonic() + LOOK_S
+                self._next_look = time.monotonic() + _LOOK_S
             try:
                 self._accept(knocks)
             except Exception as err:  # no thread or no descriptor for the connection
@@ -259,7 +248,7 @@ class NodeAdmitter(Generic[N]):
         if len(self._strangers) >= _MOST:
             time.sleep(_NAP_S)
             return
-        if not knocks.poll(1000 * LOOK_S) or self._closing:
+        if not knocks.poll(1000 * _LOOK_S) or self._closing:
             return
         try:
             sock, _ = self.listener.accept()
@@ -310,7 +299,6 @@ class NodeAdmitter(Generic[N]):
             node.bring_up(wanted.life)
         except BaseException as err:  # the learner is told of any
             if not self._closing:  # else the reason is of no interest
-                node.listen()
                 self._fail(index, wanted, node.exit_reason(f"was lost while it joined ({err})"))
             node.close()
             return

@@ -27,7 +27,7 @@ from gleanrl.transport.data_plane import (
 )
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.interrupts import Deferred, interruptible
-from gleanrl.transport.joining import LOOK_S, NodeAdmitter
+from gleanrl.transport.joining import NodeAdmitter
 from gleanrl.transport.launchers import Launcher
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer, RemoteFlag
 from gleanrl.transport.pickling import pickled_each
@@ -221,13 +221,11 @@ class Node(ChannelPeer):
 
     def exit_reason(self, reason: str, timeout: float = _NEWS_S) -> str:
         """Return why the node is gone, told by itself, by its launcher, or else ``reason``."""
+        with contextlib.suppress(EOFError, OSError):
+            if not self.gone:  # its own word may not be read yet
+                self.read()
         told = self.end_reason or self._backend.launcher.exit_reason(self.index, timeout)
         return f"on node {self.address} {told or reason}"
-
-    def listen(self) -> None:
-        """Read what the node has sent before its end."""
-        with contextlib.suppress(EOFError, OSError):
-            self.read()
 
     def close(self, *, drop: bool = True) -> None:
         """Close the connection, which ends a running node.
@@ -369,23 +367,19 @@ class NetworkBackend(ChannelBackend[Node]):
         """
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))
-        joined: dict[int, Node] = {}
+        self._poller.register(self.admitter.bell, select.EPOLLIN)
         deadline = Deadline(self._start_timeout)
-        while missing := [worker for worker in range(len(factories)) if worker not in joined]:
+        while missing := [worker for worker in range(len(factories)) if worker not in self._peers]:
             if deadline.expired:
                 place = self.admitter.invitation(0)
                 raise CollectorTimeout(
                     f"nodes {missing} did not join {place.host}:{place.port} within "
                     f"{self._start_timeout} s"
                 )
-            self._look()
-            node = self._next_joined(min(deadline.left, LOOK_S))
-            if node is not None:
-                joined[node.index] = node
-        self._peers = [joined[worker] for worker in range(len(factories))]
-        if self._replaces:
-            self._poller.register(self.admitter.bell, select.EPOLLIN)
-        else:
+            for fd, events in interruptible(self._poller.poll, deadline.left):
+                self._turn_to(fd, events)
+        if not self._replaces:
+            self._poller.unregister(self.admitter.bell)
             self.admitter.stop(_NODE_EXIT_S)
             self.admitter.listener.close()
 
@@ -393,27 +387,6 @@ class NetworkBackend(ChannelBackend[Node]):
         """Return the first message to node ``index``, which was lost ``life`` times."""
         connect = self.plane.connect(index)
         return Boot(index, self._factories[index], self._threads, life, connect)
-
-    def _look(self) -> None:
-        """Receive from the nodes that have joined, so that the end of one is noticed."""
-        for fd, events in self._poller.poll(0):
-            self._turn_to(fd, events)
-
-    def _next_joined(self, timeout: float = 0.0) -> Node | None:
-        """Return a node that has joined, ``None`` if none does within ``timeout`` seconds.
-
-        Raises:
-            WorkerDied: one is lost before it has joined.
-        """
-        node = self.admitter.pop(timeout)
-        if isinstance(node, WorkerDied):
-            raise node
-        if node is not None:
-            node.heard = time.monotonic()
-            self._arrived += node.replies
-            node.replies = self._arrived
-            self._watch(node)
-        return node
 
     def replace(self, worker: int, life: int) -> None:
         """Drop ``worker`` and have another node started in its place, without waiting.
@@ -449,7 +422,7 @@ class NetworkBackend(ChannelBackend[Node]):
         super().wait(_NAPS_S[1] if self._arrived else timeout)
 
     def _send_stop(self, value: int) -> None:
-        for node in self._peers:
+        for node in list(self._peers.values()):
             if not node.gone:
                 node.put(STOP + bytes([value]))
 
@@ -495,7 +468,7 @@ class NetworkBackend(ChannelBackend[Node]):
 
     def _turn_to(self, fd: int, events: int) -> None:
         if fd == self.admitter.bell:
-            self._replace()
+            self._take_joined()
             return
         node = self._by_fd[fd]
         # Read first: what a node sent before it ended is whole, and so is what it is about.
@@ -506,10 +479,21 @@ class NetworkBackend(ChannelBackend[Node]):
         if not node.gone:
             self._watch(node)
 
-    def _replace(self) -> None:
-        node = self._next_joined()
+    def _take_joined(self) -> None:
+        """Put a node that has joined in its place.
+
+        Raises:
+            WorkerDied: it was lost before it had joined.
+        """
+        node = self.admitter.pop()
+        if isinstance(node, WorkerDied):
+            raise node
         if node is not None:
+            node.heard = time.monotonic()
+            self._arrived += node.replies
+            node.replies = self._arrived
             self._peers[node.index] = node
+            self._watch(node)
             if self.stop_byte[0]:
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
@@ -549,8 +533,6 @@ class NetworkBackend(ChannelBackend[Node]):
 
     def _exit_reason(self, peer: Node, reason: str) -> str:
         silent = time.monotonic() - peer.heard >= self.timeout_s
-        if not peer.gone:
-            peer.listen()
         wait = 0.0 if silent or peer.gone else _NEWS_S
         return interruptible(peer.exit_reason, reason, wait)
 
@@ -579,8 +561,8 @@ class NetworkBackend(ChannelBackend[Node]):
             self._end_nodes(mine, timeout)
 
     def _end_nodes(self, mine: bool, timeout: float) -> None:
-        nodes = {*self._peers, *self._by_fd.values()}
-        self._peers = []
+        nodes = {*self._peers.values(), *self._by_fd.values()}
+        self._peers = {}
         self._arrived.clear()
         if not mine:
             _keep_for_ever((self, nodes))

@@ -66,8 +66,8 @@ class RemoteBackend(ABC, Generic[P]):
     def __init__(self) -> None:
         require_linux("workers in other processes")
         self._owner = os.getpid()
-        self._peers: list[P] = []
-        """In worker order; empty before `start` and after `stop`."""
+        self._peers: dict[int, P] = {}
+        """By worker; empty before `start` and after `stop`."""
         self._arrived: deque[Any] = deque()
         """Frames of replies, in the order in which they came."""
 
@@ -104,9 +104,10 @@ class RemoteBackend(ABC, Generic[P]):
             ClosedError: after `stop`.
             WorkerDied: `receive` has said already that the worker is gone.
         """
-        if not self._peers:
+        peer = self._peers.get(worker)
+        if peer is None:
             raise ClosedError("the collector was shut down")
-        self._post(self._peers[worker], ticket, command)
+        self._post(peer, ticket, command)
 
     def receive(self, timeout: float | None) -> m.Reply:
         """Return the next reply of any worker; a rollout is in its window by then.

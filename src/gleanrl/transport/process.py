@@ -101,7 +101,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             ours.close()
             raise
         process = ChannelPeer(worker, Channel(ours))
-        self._peers.append(process)
+        self._peers[worker] = process
         self.pids.append(pid)
         self._ends.register(process.channel.fileno(), 0)
         boot = Boot(worker, factory, self._threads, surroundings=Surroundings.current())
@@ -147,7 +147,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         super()._drop(peer)
 
     def stop(self, timeout: float) -> None:
-        processes, self._peers = self._peers, []
+        processes, self._peers = self._peers.values(), {}
         self._arrived.clear()
         for process in processes:
             process.channel.close()
