@@ -10,8 +10,8 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions, SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.vector import NextStepPool, make_vector
-from gleanrl.rollout.dense import DenseRollout, check_can_cut
-from gleanrl.rollout.next_step_loop import NextStepRollout
+from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
+from gleanrl.rollout.pool_loop import PoolRollout
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
@@ -85,7 +85,7 @@ class Counting(FromObservation):
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, GymOptions(info_keys=info_keys))
-    kind = NextStepRollout if isinstance(env, NextStepPool) else DenseRollout
+    kind = PoolRollout if isinstance(env, NextStepPool) else DenseRollout
 
     made = policy(env)
     made.provided = [("is_init",)] * needs_is_init

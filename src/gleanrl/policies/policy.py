@@ -31,8 +31,8 @@ from gleanrl.policies.units import modules_of
 
 __all__ = [
     "Actor",
+    "EnvContract",
     "ExplorationType",
-    "Shown",
     "acts_at_random",
     "complete_exploration",
     "exploration_type",
@@ -105,11 +105,11 @@ def acts_at_random(policy: Any) -> bool:
 
 def root_of(env: EnvLayout, probe: Window, device: torch.device | None = None) -> TensorDict:
     """Return the first row of ``probe`` as the TensorDict that a reset of ``env`` returns."""
-    shown = {
+    contract = {
         field.key: batch_rows(probe, field.key, env.batch_shape)[0].clone()
         for field in env.observations
     }
-    root = env_root(env, shown)
+    root = env_root(env, contract)
     return root if device is None or device.type == "cpu" else root.to(device)
 
 
@@ -137,7 +137,7 @@ def _device_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class EnvContract:
     """What an environment with TensorDict methods shows and wants."""
 
     root: TensorDictBase
@@ -149,7 +149,7 @@ class Shown:
     """The environment's side of a step; ``None`` if it is not fixed."""
     one_hot: Collection[Key] = ()
     """Actions that it wants as one-hot vectors, and would not take as indices."""
-    judges: bool = True
+    env_checks_actions: bool = True
     """Whether the environment takes actions as they are written."""
     infos: Collection[Key] = ()
     """Those of ``observed`` that are requested info entries."""
@@ -178,7 +178,9 @@ class Actor:
     """Actions that the environment wants in another dtype, which holds every value."""
 
 
-def make_actor(policy: Any, shown: Shown, options: SourceOptions) -> tuple[Actor, TensorDictBase]:
+def make_actor(
+    policy: Any, contract: EnvContract, options: SourceOptions
+) -> tuple[Actor, TensorDictBase]:
     """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
 
     Returns:
@@ -189,19 +191,21 @@ def make_actor(policy: Any, shown: Shown, options: SourceOptions) -> tuple[Actor
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
-    root, exploration = shown.root, options.exploration_type
+    root, exploration = contract.root, options.exploration_type
     device = _device_of(policy, options.policy_device, root.device)
-    trust, infos, counts = options.trust_policy, shown.infos, options.counts
-    adapted = adapt(policy, shown.observed, shown.acted, trust=trust, infos=infos, counts=counts)
+    trust, infos, counts = options.trust_policy, contract.infos, options.counts
+    adapted = adapt(
+        policy, contract.observed, contract.acted, trust=trust, infos=infos, counts=counts
+    )
     away = _away(root, options.policy_device, device)
-    # A policy for which the user named a device is shown that device.
+    # A policy for which the user named a device is contract that device.
     named = options.policy_device is not None or root.device is None
     given = root if named else root.copy().clear_device_()
     given = given if away is None else given.to(away)
-    if shown.layout is None:
-        owned = (*shown.observed, *shown.rewarded)
+    if contract.layout is None:
+        owned = (*contract.observed, *contract.rewarded)
         zeros, states, provided = learn_dynamic(
-            policy, adapted, given, shown.acted, owned, exploration
+            policy, adapted, given, contract.acted, owned, exploration
         )
         call, _ = _accelerate(adapted.call, options, device)
         acting, keys = TensorDictPolicy(call, shows_device=named), tuple(s.key for s in states)
@@ -209,21 +213,21 @@ def make_actor(policy: Any, shown: Shown, options: SourceOptions) -> tuple[Actor
     adapted, signature = learn(
         policy,
         adapted,
-        shown.layout,
+        contract.layout,
         given,
         exploration,
-        as_written=shown.judges,
-        one_hot=shown.one_hot,
+        as_written=contract.env_checks_actions,
+        one_hot=contract.one_hot,
     )
     call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
         call,
         signature if lower else None,
-        shown.layout.batch_shape,
+        contract.layout.batch_shape,
         device,
         shows_device=named,
     )
-    return signed_actor(policy, on_tensordict, signature, shown, away), signature.after
+    return signed_actor(policy, on_tensordict, signature, contract, away), signature.after
 
 
 def _away(
@@ -239,14 +243,14 @@ def signed_actor(
     user: Any,
     policy: TensorDictPolicy,
     signature: PolicySignature,
-    shown: Shown,
+    contract: EnvContract,
     away: torch.device | None = None,
 ) -> Actor:
     """Return what acts by ``policy``, of which one call showed ``signature``."""
-    outputs, ndim = signature.trace.outputs, shown.root.ndim
-    wanted = () if shown.layout is None else shown.layout.actions
-    taken = {*shown.acted, *map(next_key, signature.policy_written_state)}
-    zero_outputs = TensorDict({}, batch_size=shown.root.batch_size)
+    outputs, ndim = signature.trace.outputs, contract.root.ndim
+    wanted = () if contract.layout is None else contract.layout.actions
+    taken = {*contract.acted, *map(next_key, signature.policy_written_state)}
+    zero_outputs = TensorDict({}, batch_size=contract.root.batch_size)
     for field in signature.outputs:
         if field.key not in taken:
             zero_outputs.set(field.key, torch.zeros_like(outputs[field.key]))
@@ -257,12 +261,12 @@ def signed_actor(
         states=tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in after.items()),
         policy_written_state=signature.policy_written_state,
         provided=signature.provided,
-        zero_outputs=zero_outputs.to(shown.root.device or torch.device("cpu")),
+        zero_outputs=zero_outputs.to(contract.root.device or torch.device("cpu")),
         device=away,
         casts=tuple(
             (field.key, field.dtype)
             for field in wanted
-            if not shown.judges and outputs[field.key].dtype is not field.dtype
+            if not contract.env_checks_actions and outputs[field.key].dtype is not field.dtype
         ),
     )
 

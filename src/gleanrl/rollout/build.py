@@ -31,7 +31,7 @@ from gleanrl.envs.tensordict import (
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.policy import (
     Actor,
-    Shown,
+    EnvContract,
     acts_at_random,
     complete_exploration,
     make_actor,
@@ -40,9 +40,9 @@ from gleanrl.policies.policy import (
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.rollout.dense import DenseRollout, check_can_cut
+from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.finished_steps import expect, shown_entries
-from gleanrl.rollout.next_step_loop import NextStepRollout
+from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
 _ONLY_KNOWN = (
@@ -80,7 +80,7 @@ class SourceBuilder:
         members = None if isinstance(made, VectorAdapter) else made
         if members is not None and not self.options.fast:
             handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
-            return self._serve_tensordicts(handle, judges=False, why="fast=False")
+            return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
         check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
@@ -89,10 +89,10 @@ class SourceBuilder:
             if members is not None:
                 root = root_of(made.layout, first)
                 handle = TensorDictHandle(RowEnv(members), root, inner=made.inner)
-                return self._serve_tensordicts(handle, policy, judges=False, why=why)
+                return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
-        kind = NextStepRollout if isinstance(made, NextStepPool) else DenseRollout
+        kind = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
 
     def _policy(self, env: Env | Pool, first: Window) -> Policy:
@@ -114,35 +114,35 @@ class SourceBuilder:
         handle: TensorDictHandle,
         known: ProgramPolicy | None = None,
         *,
-        judges: bool = True,
+        env_checks_actions: bool = True,
         why: str = "the environment works on TensorDicts",
     ) -> Source:
         """Serve the environment of ``handle``; ``known``: a policy after its first call."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
         layout = None if ragged else learn_layout(env, handle.root)
         root = handle.root.clone()
-        shown = _shown(env, root, layout, judges)
+        contract = _contract_of(env, root, layout, env_checks_actions)
         if known is not None:
             away = None if known.device.type == "cpu" else known.device
-            actor = signed_actor(known.inner, known.on_tensordict, known.signature, shown, away)
+            actor = signed_actor(known.inner, known.on_tensordict, known.signature, contract, away)
             after = known.signature.after
         else:
-            actor, after = self._actor(env, shown)
+            actor, after = self._actor(env, contract)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
         expected = None
         if layout is not None and self.options.fast:
             expected = expect(env, layout, after, actor, self.options)
-        recorded = shown_entries(shown, handle.ends.keys, after)
+        recorded = shown_entries(contract, handle.ends.keys, after)
         return TensorDictRollout(
             handle, actor, self.options, expected=expected, shown=recorded, why=why
         )
 
-    def _actor(self, env: Any, shown: Shown) -> tuple[Actor, TensorDictBase]:
+    def _actor(self, env: Any, contract: EnvContract) -> tuple[Actor, TensorDictBase]:
         """Return the actor, and the root as the environment would receive it."""
         chosen = complete_exploration(self._user_policy(), env)
         if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
-            return Actor(), shown.root
-        return make_actor(chosen, shown, self.options)
+            return Actor(), contract.root
+        return make_actor(chosen, contract, self.options)
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:
         wanted = [*states, *([IS_INIT] if needs_is_init else [])]
@@ -173,15 +173,17 @@ def _with_tensordicts(rows: EnvRows) -> Any:
     return rows.face if same else RowEnv(rows)
 
 
-def _shown(env: Any, root: TensorDictBase, layout: EnvLayout | None, judges: bool) -> Shown:
-    return Shown(
+def _contract_of(
+    env: Any, root: TensorDictBase, layout: EnvLayout | None, env_checks_actions: bool
+) -> EnvContract:
+    return EnvContract(
         root,
         observed=[key for key, _ in spec_leaves(env.full_observation_spec)],
         acted=[key for key, _ in spec_leaves(env.full_action_spec)],
         rewarded=[key for key, _ in spec_leaves(env.full_reward_spec)],
         layout=layout,
-        one_hot=() if judges else _one_hot(dict(spec_leaves(env.full_action_spec))),
-        judges=judges,
+        one_hot=() if env_checks_actions else _one_hot(dict(spec_leaves(env.full_action_spec))),
+        env_checks_actions=env_checks_actions,
         infos=env.info_entries if isinstance(env, EnvBase) else (),
     )
 

@@ -30,15 +30,15 @@ from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import copied, described, groups_of
 from gleanrl.policies.diagnosis import ONE_LAYOUT
-from gleanrl.policies.policy import Actor, Shown
-from gleanrl.rollout.plan import RolloutPlan
+from gleanrl.policies.policy import Actor, EnvContract
+from gleanrl.rollout.delivered_fields import DeliveredFields
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSteps:
     """The expected contents of finished steps, as far as known before the first step."""
 
-    plan: RolloutPlan
+    fields: DeliveredFields
     """The delivered fields."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
@@ -48,7 +48,9 @@ class ExpectedSteps:
     """Entries that steps hold and that are not delivered."""
 
 
-def shown_entries(shown: Shown, flags: Sequence[Key], root: TensorDictBase) -> tuple[Key, ...]:
+def shown_entries(
+    shown: EnvContract, flags: Sequence[Key], root: TensorDictBase
+) -> tuple[Key, ...]:
     """Return the root entries to record before the environment steps, because it may reuse memory.
 
     These are the entries that it shows, its end ``flags``, and what a policy returned that is an
@@ -114,7 +116,7 @@ def expect(
     shown = () if options.compact_obs else layout.observations
     after = {field.key: field for field in (*layout.rewards, *shown)}
     after |= written
-    plan = RolloutPlan(
+    fields = DeliveredFields(
         layout.batch_shape,
         [*roots.values(), *late.values()],
         after.values(),
@@ -124,15 +126,15 @@ def expect(
         rewards=layout.rewards,
         groups=tuple(_groups(env, root, size)),
     )
-    unset = plan.flags - flags
+    unset = fields.flags - flags
     stored = tuple(
         field
-        for field in plan.layout.fields
-        if field.key not in plan.bulk and field.key[field.key[0] == NEXT :] not in unset
+        for field in fields.layout.fields
+        if field.key not in fields.bulk and field.key[field.key[0] == NEXT :] not in unset
     )
     observed = [field.key for field in layout.observations]
     return ExpectedSteps(
-        plan,
+        fields,
         stored=stored,
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
@@ -323,7 +325,7 @@ class StepRecorder:
         )
 
     def _bind(self, window: Window, expected: ExpectedSteps) -> tuple[_Node, _Node]:
-        layout = expected.plan.layout
+        layout = expected.fields.layout
         batch = layout.batch_shape
         sizes = {group.key: (*batch, *group.shape) for group in layout.groups}
         leaves: dict[Key, _Entry] = {

@@ -36,8 +36,8 @@ from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
+from gleanrl.rollout.delivered_fields import DeliveredFields, check_options, end_groups
 from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, ExpectedSteps, StepRecorder
-from gleanrl.rollout.plan import RolloutPlan, check_options, end_groups
 from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -101,8 +101,8 @@ class TensorDictRollout(BaseSource):
         }
         hidden = map(next_key, observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact_obs else ()
-        self._plan = None if expected is None else expected.plan
-        self._bulk = RolloutPlan(
+        self._fields = None if expected is None else expected.fields
+        self._bulk = DeliveredFields(
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
         )
         self._recorder = StepRecorder(env, shown, expected)
@@ -118,14 +118,14 @@ class TensorDictRollout(BaseSource):
         fixed = "steps go into rows, if the first one is what was expected"
         loop = f"one TensorDict, carried from step to step ({self._why}); "
         return explanation(
-            loop + (fixed if self._plan else "steps have no fixed layout"),
+            loop + (fixed if self._fields else "steps have no fixed layout"),
             f"{self._handle.kind}, called as it is by its TensorDict methods",
             parts,
         )
 
     def layout(self) -> Layout | None:
         """Describe one step; ``None`` if rollouts travel as payloads."""
-        return None if self._plan is None else self._plan.layout
+        return None if self._fields is None else self._fields.layout
 
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
         """Take ``steps`` steps, fewer if ``stop`` is raised."""
@@ -137,9 +137,9 @@ class TensorDictRollout(BaseSource):
             if policy is not None:
                 policy.begin()
             recorder.begin(window)
-            if self._plan is not None and recorder.steps is None:
+            if self._fields is not None and recorder.steps is None:
                 assert window is not None
-                self._plan.begin(window, self._no_rows)
+                self._fields.begin(window, self._no_rows)
             given = Window.allocate(self._given, self.num_envs, steps + 1)
             for key in given.keys():
                 given.tensor(key)[:, 0] = self._next_given.tensor(key)[:, 0]
@@ -253,10 +253,10 @@ class TensorDictRollout(BaseSource):
         recorder = self._recorder
         if recorder.steps is not None:
             return self._assemble(recorder.steps, steps)
-        assert self._plan is not None
+        assert self._fields is not None
         assert window is not None
-        self._plan.complete_flags(window, self._handle.ends.keys, taken)
-        self._plan.finish(window, self.tracker, taken, self.policy_version)
+        self._fields.complete_flags(window, self._handle.ends.keys, taken)
+        self._fields.finish(window, self.tracker, taken, self.policy_version)
         return None
 
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:

@@ -15,7 +15,7 @@ from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.vector import VectorAdapter
 from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.plan import RolloutPlan
+from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -72,8 +72,8 @@ class DenseRollout(BaseSource):
         for one in (policy, self._random):
             if isinstance(one, RandomActions):
                 one.draw_from(self.streams, self._DRAW_AHEAD)
-        self._plan = RolloutPlan.of(env.layout, policy, options)
-        self._next_root = self._plan.make_next_root()
+        self._fields = DeliveredFields.of(env.layout, policy, options)
+        self._next_root = self._fields.make_next_root()
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided)
@@ -85,13 +85,13 @@ class DenseRollout(BaseSource):
 
     def layout(self) -> Layout:
         """Describe one step."""
-        return self._plan.layout
+        return self._fields.layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
         with self.rolling():
-            self._plan.begin(window, self._next_root)
+            self._fields.begin(window, self._next_root)
             self.tracker.begin(window, self._next_root)
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
@@ -100,10 +100,10 @@ class DenseRollout(BaseSource):
             self._env.finish(taken)
             policy.finish(taken)
             if taken < window.steps:
-                for field in self._plan.root_fields:
+                for field in self._fields.root_fields:
                     last = window.tensor(field.key)[:, taken : taken + 1]
                     self._next_root.tensor(field.key).copy_(last)
-            self._plan.finish(window, self.tracker, taken, self.policy_version)
+            self._fields.finish(window, self.tracker, taken, self.policy_version)
         return self._report(taken)
 
     def explain(self) -> str:

@@ -28,7 +28,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
-from gleanrl.rollout.dense import DenseRollout
+from gleanrl.rollout.dense_loop import DenseRollout
 from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.step_log import StepLog
 from gleanrl.rollout.tracker import Tracker
@@ -135,7 +135,7 @@ def next_step(
     return last
 
 
-class NextStepRollout(DenseRollout):
+class PoolRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     _DRAW_AHEAD = 32
@@ -156,7 +156,7 @@ class NextStepRollout(DenseRollout):
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
-        self._logged = _logged(self._plan.layout, self._plan.root_fields, pool.layout, policy)
+        self._logged = _logged(self._fields.layout, self._fields.root_fields, pool.layout, policy)
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._log: StepLog | None = None
         self._discarded = 0
@@ -171,7 +171,7 @@ class NextStepRollout(DenseRollout):
         log = self._log = self._ready_log(steps)
         with self.rolling():
             log.begin(self._next_root)
-            self._plan.begin(window, self._next_root)
+            self._fields.begin(window, self._next_root)
             self.tracker.begin(log.window, log.next_root)
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
@@ -207,9 +207,9 @@ class NextStepRollout(DenseRollout):
         self._discarded += discarded
         done = window.array(next_key(DONE))[:, :steps, 0]
         # The frames that would follow are lost: the trajectory ends with the last one delivered.
-        self._plan.truncate(window, steps - 1, cut)
+        self._fields.truncate(window, steps - 1, cut)
         self.tracker.end_all(done)
-        self._plan.finish(window, self.tracker, steps, self.policy_version)
+        self._fields.finish(window, self.tracker, steps, self.policy_version)
         log.root(self._next_root)
         if versions is not None:
             for key in (POLICY_VERSION, next_key(POLICY_VERSION)):

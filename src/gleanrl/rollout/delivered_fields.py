@@ -43,7 +43,7 @@ class _Bound:
     """Returns one reward per frame, ``[P, T]``."""
 
 
-class RolloutPlan:
+class DeliveredFields:
     """The fields of one source's rollouts, and their bulk work before and after the loop."""
 
     def __init__(
@@ -96,8 +96,8 @@ class RolloutPlan:
         self._finite = sorted(floats, key=lambda field: field.key[0] != NEXT)
 
     @classmethod
-    def of(cls, env: EnvLayout, policy: Policy, options: SourceOptions) -> RolloutPlan:
-        """Return the plan of an environment whose data go into rows.
+    def of(cls, env: EnvLayout, policy: Policy, options: SourceOptions) -> DeliveredFields:
+        """Return the fields of an environment whose data go into rows.
 
         Raises:
             ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
