@@ -129,9 +129,11 @@ class Exchange:
             CollectorTimeout: a worker took more than ``timeout`` seconds.
         """
         deadline = Deadline(timeout)
-        while late := [ticket.worker for ticket in self._underway if ticket.reply is None]:
-            self._engine.raise_if_failed()
-            self._engine.receive_in_time(deadline, late, "finish their step")
+        for ticket in self._underway:
+            while ticket.reply is None:
+                if self._engine.lost:
+                    self._engine.raise_if_failed()
+                self._engine.receive_in_time(deadline, self._underway, "finish their step")
         self._underway = []
 
 

@@ -31,7 +31,7 @@ def states_of(engine: Engine) -> dict[str, Any]:
                 "life": lives[worker],
             }
     if not entries:
-        raise engine.lost[0]
+        raise engine.first_loss
     newest = max(entries.values(), key=lambda entry: entry["policy_version"])
     for worker, life in enumerate(lives):
         fresh = {"env_state_dict": {}, "worker": {"policy_version": newest["policy_version"]}}

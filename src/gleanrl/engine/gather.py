@@ -98,11 +98,6 @@ class _Round:
     tickets: list[Ticket] = field(default_factory=list)
 
     @property
-    def late(self) -> list[int]:
-        """Workers that still owe their rollout."""
-        return [t.worker for t in self.tickets if t.reply is None and t.lost is None]
-
-    @property
     def finished(self) -> int:
         """The number of workers that have replied."""
         return sum(ticket.reply is not None for ticket in self.tickets)
@@ -136,6 +131,8 @@ class SyncGather(Gather):
         self._enough = enough
         self._stopped = stopped
         self._begun: _Round | None = None
+        self._setbacks = session.setbacks
+        """The session's setbacks that were looked at."""
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -188,22 +185,30 @@ class SyncGather(Gather):
         Raises:
             Exception: the first failure, which may be that of an earlier command.
         """
-        failures: list[BaseException] = []
-        while late := begun.late:
-            if not failures and (failures := self._failures(begun)):
-                begun.deadline = Deadline(_EXIT_GRACE_S)
-                self._set_stop(True)
-            self.session.receive_in_time(begun.deadline, late, _TASK)
-            if not failures:
-                self._update_stop(begun)
+        session, failures = self.session, self._failures(begun)
+        for ticket in begun.tickets:
+            while ticket.reply is None and ticket.lost is None:
+                session.receive_in_time(begun.deadline, begun.tickets, _TASK)
+                if self._enough is not None and not failures:
+                    self._update_stop(begun)
+                if session.setbacks != self._setbacks:
+                    failures = failures or self._failures(begun)
         for error in failures or self._failures(begun):
             raise error
         self._update_stop()
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
 
     def _failures(self, begun: _Round) -> list[BaseException]:
+        """Return the errors that were not looked at; if there are any, stop the rollouts."""
+        if self.session.setbacks == self._setbacks:
+            return []
+        self._setbacks = self.session.setbacks
         failures = [ticket.error for ticket in begun.tickets if ticket.error is not None]
-        return failures or self.session.take_failures()
+        failures = failures or self.session.take_failures()
+        if failures:
+            begun.deadline = Deadline(_EXIT_GRACE_S)
+            self._set_stop(True)
+        return failures
 
     def _set_stop(self, stop: bool) -> None:
         wanted: bool | None = None
@@ -227,7 +232,8 @@ class SyncGather(Gather):
         if timeout is None:
             self.session.warn_silent()
         self._update_stop(begun)
-        return not (self.session.can_continue and begun.late) or begun.deadline.expired
+        waits = self.session.can_continue and any(ticket.due for ticket in begun.tickets)
+        return not waits or begun.deadline.expired
 
     @property
     def idle(self) -> bool:
@@ -281,8 +287,7 @@ class AsyncGather(Gather):
         """Return the rollout that arrived first, and keep every worker busy."""
         session = self.session
         if feed and session.can_continue:
-            self._feed_all(budget)
-            self._begin_one(budget)
+            self._feed_all(budget, one=True)
         self.meanwhile()
         if timeout is not None:
             self._catch_up(timeout)
@@ -290,10 +295,8 @@ class AsyncGather(Gather):
             session.raise_if_failed()
             self._drop_lost(budget)
             if feed and self.idle:  # the workers that had been asked were lost
-                self._feed_all(budget)
-                self._begin_one(budget)
-            late = [ticket.worker for ticket in self._heads()]
-            session.receive_in_time(Deadline(timeout), late, _TASK)
+                self._feed_all(budget, one=True)
+            session.receive_in_time(Deadline(timeout), self._heads(), _TASK)
             if not session.can_continue:  # raised after the delivery of all arrived rollouts
                 session.receive_available()
         worker, asked = first.worker, self._frames[first.worker]
@@ -336,17 +339,15 @@ class AsyncGather(Gather):
         fresh.copies = self._slots[worker].copies
         self._slots[worker] = fresh
 
-    def _begin_one(self, budget: Budget) -> None:
-        """Begin a rollout if none is under way, because a caller gets one beyond the budget."""
-        alive = iter(self.session.alive)
-        while self.idle and (worker := next(alive, None)) is not None:
-            self._begin(worker, budget)
-
-    def _feed_all(self, budget: Budget) -> None:
+    def _feed_all(self, budget: Budget, one: bool = False) -> None:
+        """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
         self._drop_lost(budget)
         for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
             for worker in range(len(self._slots)):
                 self._feed(worker, budget, depth)
+        for worker in self.session.alive if one else ():
+            if self.idle:
+                self._begin(worker, budget)
 
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
         """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
@@ -356,7 +357,7 @@ class AsyncGather(Gather):
 
     def _begin(self, worker: int, budget: Budget) -> bool:
         """Request a rollout of ``worker``; return ``False`` if it was lost."""
-        if not self.session.has(worker):  # and some of its slots with it
+        if worker in self.session.lost:  # and some of its slots with it
             return False
         slots = self._slots[worker]
         slot = slots.acquire()

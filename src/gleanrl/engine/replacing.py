@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast
 
 from gleanrl.core import messages as m
+from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import AsyncGather
@@ -61,9 +62,18 @@ class Replacements:
         self._backend.replace(worker, self._engine.lives[worker] + 1)
         return f" until replacement {self._started[worker]} of {self._most} has joined"
 
-    def welcome(self, worker: int) -> Sequence[m.Command]:
-        """Return the commands that bring a replacement up to date, before any other command."""
-        engine = self._engine
+    def welcome(self, reply: m.Ready) -> list[m.Command]:
+        """Return the commands that bring a replacement up to date, before any other command.
+
+        Raises:
+            GleanError: its steps do not look like those of the one that was lost.
+        """
+        engine, worker = self._engine, reply.worker
+        if reply.layout != engine.layouts[worker]:
+            raise GleanError(
+                f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
+            )
+        engine.lives[worker] += 1
         cast("AsyncGather", engine.gather).renew(worker)
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,7 @@ class Replacing(Protocol):
     def replace(self, worker: int) -> str:
         """Start a replacement if there may be one; return the end of the warning."""
 
-    def welcome(self, worker: int) -> Sequence[m.Command]:
+    def welcome(self, reply: m.Ready) -> list[m.Command]:
         """Return the commands that bring a replacement up to date, before any other command."""
 
 
@@ -125,18 +125,19 @@ class Session:
         self.lives = [0] * count
         """Per worker how often it was lost before: its life now; if it is lost, its next one."""
         self.last_reply = [time.monotonic()] * count
-        """The time of each worker's last reply."""
+        """The time of each worker's last reply, or of the last warning that it is silent."""
         self._owner = os.getpid()
         self._turns = FairLock()
         self._open: dict[int, Ticket] = {}
         self._number = self._arrivals = 0
-        self._lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        self.lost: dict[int, WorkerDied | CollectorTimeout] = {}
+        """The errors of lost workers, first lost first."""
+        self.setbacks = 0
+        """Commands that failed and workers that were lost, counted at each notice of them."""
         self._failures: list[BaseException] = []
         """The errors of commands whose replies no caller waits for."""
         self._ending: dict[int, Ticket] = {}
         """The tickets of the commands to end."""
-        self._warned: dict[int, float] = {}
-        """The time of the last warning about each silent worker."""
         with naming_limits():
             self.backend = make_backend(self._open_window)
         try:
@@ -164,14 +165,14 @@ class Session:
         return Window({}, reference.envs, reference.steps)
 
     def _await_ready(self, deadline: Deadline) -> None:
-        task = "build their environments"
         try:
             while self.joining:
-                self.receive_in_time(deadline, sorted(self.joining), task)
+                if not self.receive_one(deadline.left):
+                    break
                 self.raise_if_failed()
-        except BaseException:
-            self.give_up(sorted(self.joining), task, deadline)  # they cannot be asked to end
-            raise
+        finally:  # those that are still building cannot be asked to end
+            self.give_up(sorted(self.joining), "build their environments", deadline)
+        self.raise_if_failed()
 
     def place(self, worker: int) -> m.Place:
         """Return the command that numbers the environments of ``worker``, in its current life."""
@@ -252,7 +253,7 @@ class Session:
             if values:
                 return next(iter(values.values()))
             if not alive:
-                raise self.lost[0]
+                raise self.first_loss
 
     def request_each(
         self, commands: Mapping[int, m.Command], timeout: float | None = 60.0
@@ -286,7 +287,7 @@ class Session:
                 limit = None if self._in_rollout(worker) else timeout
                 since = max(ticket.posted, self.last_reply[worker])
                 task = f"answer {type(ticket.command).__name__}"
-                self.receive_in_time(Deadline(limit, since), [worker], task)
+                self.receive_in_time(Deadline(limit, since), [ticket], task)
         return tickets
 
     def _values(self, tickets: Mapping[int, Ticket]) -> dict[int, Any]:
@@ -347,8 +348,9 @@ class Session:
         """Send ``command``; never waits. The ticket of a lost worker is not due."""
         self._number += 1
         ticket = Ticket(worker, self._number, command, time.monotonic())
-        if worker in self._lost:
-            ticket.lost = self._lost[worker]
+        if worker in self.lost:
+            ticket.lost = self.lost[worker]
+            self.setbacks += 1
             return ticket
         self._open[ticket.number] = ticket
         try:
@@ -373,9 +375,7 @@ class Session:
         except WorkerDied as err:
             if err.worker is None:
                 raise
-            asked = self._ending.get(err.worker)
-            if asked is None or asked.reply is None:  # else it was told to end
-                self._lose(err.worker, err)
+            self._lose(err.worker, err)
             return True
         self.last_reply[reply.worker] = time.monotonic()
         if isinstance(reply, m.Begun):
@@ -388,8 +388,10 @@ class Session:
         elif ticket is not None:
             self._arrivals += 1
             ticket.reply, ticket.arrived = reply, self._arrivals
-            if ticket.watched and isinstance(reply, m.Failed):
-                self._failures.append(reply.error)
+            if isinstance(reply, m.Failed):
+                self.setbacks += 1
+                if ticket.watched:
+                    self._failures.append(reply.error)
         return True
 
     def receive_available(self) -> None:
@@ -397,8 +399,8 @@ class Session:
         while self.receive_one(0.0):
             pass
 
-    def receive_in_time(self, deadline: Deadline, late: list[int], task: str) -> None:
-        """Wait for one reply like `receive_one`; at the deadline, give up the ``late`` workers.
+    def receive_in_time(self, deadline: Deadline, tickets: Iterable[Ticket], task: str) -> None:
+        """Wait for one reply like `receive_one`; at the deadline, give up workers that owe one.
 
         Without a deadline, the wait ends now and then without a reply, and the user is warned of
         silent workers.
@@ -409,13 +411,13 @@ class Session:
         if waits:
             self.warn_silent()
         elif not received:
-            self.give_up(late, task, deadline)
+            self.give_up([ticket.worker for ticket in tickets if ticket.due], task, deadline)
 
     @property
     def can_continue(self) -> bool:
         """Whether work can continue: nothing has failed, but for losses that are tolerated."""
-        some = len(self._lost) < self.workers or bool(self.joining)
-        return not self._failures and (not self._lost or (self.tolerant and some))
+        some = len(self.lost) < self.workers or bool(self.joining)
+        return not self._failures and (not self.lost or (self.tolerant and some))
 
     def take_failures(self) -> list[BaseException]:
         """Return the errors of commands whose replies no caller waits for, once."""
@@ -427,7 +429,7 @@ class Session:
         for error in self.take_failures():
             raise error
         if not self.can_continue:
-            raise self.lost[0]
+            raise self.first_loss
 
     def warn_silent(self) -> None:
         """Warn of workers that owe a reply for a minute, even if other workers have replied."""
@@ -438,8 +440,9 @@ class Session:
         if self._silent(now):
             self.receive_available()  # their replies may have come while the learner was busy
         silent = self._silent(now)
+        for worker in silent:
+            self.last_reply[worker] = now
         if silent:
-            self._warned.update(dict.fromkeys(silent, now))
             warn(
                 f"still waiting for workers {silent}, which live but have not replied for "
                 f"{_NOTICE_S:.0f} s; timeout= bounds how long a rollout may take"
@@ -453,8 +456,7 @@ class Session:
         return sorted(
             worker
             for worker, posted in since.items()
-            if now - max(posted, self.last_reply[worker], self._warned.get(worker, 0.0))
-            >= _NOTICE_S
+            if now - max(posted, self.last_reply[worker]) >= _NOTICE_S
         )
 
     # -- workers that come up or are lost --------------------------------------------------------
@@ -462,66 +464,50 @@ class Session:
     @property
     def alive(self) -> list[int]:
         """Workers that were not lost."""
-        return [worker for worker in range(self.workers) if worker not in self._lost]
-
-    def has(self, worker: int) -> bool:
-        """Tell whether ``worker`` was not lost."""
-        return worker not in self._lost
+        return [worker for worker in range(self.workers) if worker not in self.lost]
 
     @property
-    def lost(self) -> list[WorkerDied | CollectorTimeout]:
-        """The errors of lost workers, first lost first."""
-        return list(self._lost.values())
+    def first_loss(self) -> WorkerDied | CollectorTimeout:
+        """The error of the worker that was lost first."""
+        return next(iter(self.lost.values()))
 
     @property
     def losses(self) -> int:
         """The number of losses of workers."""
-        return sum(self.lives) + len(self._lost)
+        return sum(self.lives) + len(self.lost)
 
     def _bring_up(self, reply: m.Reply) -> None:
         """Note that a worker is up, or bring a replacement up to date; it is lost if that fails."""
-        worker = reply.worker
-        if worker in self.joining and worker not in self._lost:  # the first of its number
-            if isinstance(reply, m.Ready):
-                self.layouts[worker] = reply.layout
-                self._note_up(reply)
-            elif isinstance(reply, m.Failed):
-                self._failures.append(reply.error)
-            return
+        worker, first = reply.worker, reply.ticket == 0 and reply.worker not in self.lost
         failure: BaseException | None = None
         if isinstance(reply, m.Failed):
             failure = reply.error
         elif isinstance(reply, m.Ready) and worker in self.joining:
-            failure = self._welcome(reply)
-        if failure is not None:
+            failure = self._admit(reply)
+        if failure is not None and first:
+            self._failures.append(failure)
+        elif failure is not None:
             error = WorkerDied(f"the replacement of worker {worker} failed: {failure}")
             error.worker = worker
             self._lose(worker, error)
 
-    def _welcome(self, reply: m.Ready) -> Exception | None:
-        """Bring a replacement up to date; return the reason if that fails."""
-        worker, replacing = reply.worker, self.replacing
-        assert replacing is not None
-        if reply.layout != self.layouts[worker]:
-            return GleanError(
-                f"its steps are {reply.layout}, those of the lost one were {self.layouts[worker]}"
-            )
-        self.lives[worker] += 1
-        try:
-            commands = replacing.welcome(worker)
-            self._note_up(reply)
-            for command in commands:
-                self.send(worker, command).setting_up = True
-        except Exception as err:
-            return err
-        if worker not in self._lost:
+    def _admit(self, reply: m.Ready) -> Exception | None:
+        """Count a worker among those that are up; return the reason if that is not possible."""
+        worker, commands = reply.worker, list[m.Command]()
+        if worker not in self.lost:
+            self.layouts[worker] = reply.layout
+        elif self.replacing is not None:
+            try:
+                commands = self.replacing.welcome(reply)
+            except Exception as err:
+                return err
             warn(f"worker {worker} was replaced and takes part again")
+        self.processes[worker] = reply.process
+        self.joining.discard(worker)
+        self.lost.pop(worker, None)
+        for command in commands:
+            self.send(worker, command).setting_up = True
         return None
-
-    def _note_up(self, reply: m.Ready) -> None:
-        self.processes[reply.worker] = reply.process
-        self.joining.discard(reply.worker)
-        self._lost.pop(reply.worker, None)
 
     def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
         """Count ``workers``, which did not do their ``task``, as lost."""
@@ -530,14 +516,17 @@ class Session:
             self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerDied | CollectorTimeout) -> None:
-        new = worker not in self._lost or worker in self.joining
+        asked = self._ending.get(worker)
+        told_to_end = asked is not None and asked.reply is not None
+        new = not told_to_end and (worker not in self.lost or worker in self.joining)
         self.joining.discard(worker)
         for ticket in [t for t in self._open.values() if t.worker == worker]:
             ticket.lost = error
             del self._open[ticket.number]
         if not new:
             return
-        self._lost[worker] = error
+        self.lost[worker] = error
+        self.setbacks += 1
         self.newest_losses.append((time.time(), worker, str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
@@ -578,16 +567,16 @@ class Session:
         self.joining.clear()
         # A worker that ends while others are waited for is none that the others continue without.
         tolerant, self.tolerant = self.tolerant, False
-        deadline, tickets = Deadline(timeout), self._ending
+        deadline, tickets = Deadline(timeout), self._ending.values()
         errors: list[BaseException] = []
         try:
             for worker in self.alive if close_env else ():
-                tickets[worker] = self.send(worker, m.Close())
-            while late := [ticket.worker for ticket in tickets.values() if ticket.due]:
-                self.receive_in_time(deadline, late, "end")
+                self._ending[worker] = self.send(worker, m.Close())
+            while any(ticket.due for ticket in tickets):
+                self.receive_in_time(deadline, tickets, "end")
         except Exception as err:
             errors.append(err)
-        errors += [ticket.error for ticket in tickets.values() if ticket.error is not None]
+        errors += [ticket.error for ticket in tickets if ticket.error is not None]
         self.closed = True
         self.backend.stop(max(0.5, deadline.left))
         if tolerant:  # now as before
