@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, outermost
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array
 from gleanrl.engine.trajectories import end_flags
 from gleanrl.memory.tensor_files import TensorFileError, is_count
+from gleanrl.memory.tensordicts import nest
 from gleanrl.recording.dataset import Dataset, Part
 
 _RUN = np.dtype(
@@ -194,28 +196,23 @@ def total(dataset: Dataset) -> EpisodeStats | None:
     if not ends or not rewards or not (TRAJ_IDS in keys or count == 1):
         return None
     stats = EpisodeStats()
+    known = (TRAJ_IDS,) if TRAJ_IDS in keys else ()
     for part in dataset.parts:
-        flags, gains = [part.read(key) for key in ends], [part.read(key) for key in rewards]
+        entries = {key: part.read(key) for key in (*ends, *rewards, *known)}
         # Without elements there are no files whose size would confirm the number of frames.
-        if any(item.numel() == 0 for item in (*flags, *gains)):
+        if any(entries[key].numel() == 0 for key in (*ends, *rewards)):
             return None
-        ids = part.read(TRAJ_IDS).reshape(1, -1).numpy() if TRAJ_IDS in keys else None
         for rows in part.chunks():
-            gained = [gain[rows] for gain in gains]
-            stats.add(
-                mean_rewards(gained, (1, len(gained[0]))),
-                _any_of(flags, rows)[None],
-                None if ids is None else ids[:, rows],
-            )
-    if TRAJ_IDS in keys and dataset.writers > 1 and is_count(count) and count:
+            stats.update(_batch(entries, rows))
+    if known and dataset.writers > 1 and is_count(count) and count:
         stats.in_turns(count)
     return stats
 
 
-def _any_of(flags: list[torch.Tensor], rows: slice) -> Array:
-    """Tell for each of some rows whether any element of any entry is true."""
-    parts = [flag[rows].to(torch.bool) for flag in flags]
-    return torch.cat([part.reshape(len(part), -1) for part in parts], 1).any(1).numpy()
+def _batch(entries: Mapping[Key, torch.Tensor], rows: slice) -> TensorDict:
+    """Return some rows of ``entries`` like a collector's batch of one environment, ``[1, T]``."""
+    data = {key: value[rows].unsqueeze(0) for key, value in entries.items()}
+    return TensorDict(nest(data), next(iter(data.values())).shape[:2])
 
 
 @dataclass(slots=True)
@@ -271,10 +268,10 @@ def end_keys(keys: tuple[Key, ...]) -> tuple[Key, ...]:
 def _of_part(part: Part, flags: tuple[Key, ...]) -> list[Episode]:
     open_: dict[int, Episode] = {}
     done: list[Episode] = []
-    ids, ends = part.read(TRAJ_IDS).reshape(part.frames), [part.read(key) for key in flags]
+    ids, ends = part.read(TRAJ_IDS).reshape(part.frames), {key: part.read(key) for key in flags}
     for rows in part.chunks():
         own = ids[rows].numpy()
-        ended = _any_of(ends, rows)
+        ended = end_flags(_batch(ends, rows))[0].numpy()
         starts = _run_starts(own, ended)
         for start, stop in zip(starts, np.append(starts[1:], len(own)), strict=True):
             number = int(own[start])
