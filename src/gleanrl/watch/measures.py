@@ -65,18 +65,11 @@ class _Episodes:
 
 
 class _Totals:
-    """The sums of all workers, since collection began."""
+    """The sums of one worker, or of all, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.lag = 0
         self.episodes = _Episodes()
-
-
-class _Worker(_Totals):
-    """The sums of one worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
@@ -104,7 +97,7 @@ class Measures:
         self._waiting: deque[_Batch] = deque()
         self._bytes = 0
         """Rewards and ends added since batches were added up."""
-        self._workers = [_Worker() for _ in range(workers)]
+        self._workers = [_Totals() for _ in range(workers)]
         self._all = _Totals()
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""

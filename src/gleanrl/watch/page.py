@@ -148,16 +148,11 @@ def histogram(values: Array, most: int = _BINS) -> tuple[Array, Array]:
     if not len(values):
         return np.empty(0), np.empty(0, int)
     low, high = float(values.min()), float(values.max())
-    step = _step(high - low if high - low > 1e-200 else 1.0, most)
-    step = max(step, 1.0) if _are_integers(values) else step
+    step = _step(values, high - low if high - low > 1e-200 else 1.0, most)
     first = float(np.floor(low / step))
     bins = (np.floor(values / step) - first).astype(np.int64)
     counts = np.bincount(bins)
     return (first + np.arange(len(counts))) * step, counts
-
-
-def _are_integers(values: Array) -> bool:
-    return bool(np.all(values == np.round(values)))
 
 
 def in_unit(seconds: Array) -> tuple[str, Array]:
@@ -178,10 +173,14 @@ def in_unit(seconds: Array) -> tuple[str, Array]:
 # -- axes ------------------------------------------------------------------------------------------
 
 
-def _step(span: float, most: int) -> float:
-    """Return the smallest round number that divides ``span`` into at most ``most`` parts."""
+def _step(values: Array, span: float, most: int) -> float:
+    """Return the smallest round number that divides ``span`` into at most ``most`` parts.
+
+    It is at least 1 if all ``values`` are integers.
+    """
     power = 10.0 ** math.floor(math.log10(span / most))
-    return next(power * m for m in (1, 2, 5, 10, 20) if span / (power * m) <= most)
+    step = next(power * m for m in (1, 2, 5, 10, 20) if span / (power * m) <= most)
+    return max(step, 1.0) if np.all(values == np.round(values)) else step
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +197,7 @@ class _Axis:
         if high - low <= max(1e-9 * max(abs(high), abs(low)), 1e-200):
             pad = max(0.5, 0.05 * abs(high))
             low, high = (0.0, high or 1.0) if zero and high >= 0 else (low - pad, high + pad)
-        step = _step(high - low, most)
-        step = max(step, 1.0) if _are_integers(values) else step
+        step = _step(values, high - low, most)
         if not tight:
             low, high = math.floor(low / step) * step, math.ceil(high / step) * step
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -266,7 +264,10 @@ def _part(part: Plot | Shares | Table) -> str:
 def _plot(plot: Plot) -> str:
     series = [_finite(one) for one in plot.series]
     bars = any(one.kind == "bars" for one in series)
-    width = _bar_width(series[0]) if bars else 0.0
+    width = 0.0
+    if bars:
+        edges = series[0].x
+        width = float(edges[1] - edges[0]) if len(edges) > 1 else 1.0
     x = np.concatenate(
         [*(one.x for one in series), *(one.x[-1:] + width for one in series if bars)]
     )
@@ -293,10 +294,6 @@ def _finite(series: Series) -> Series:
     x, y = np.asarray(series.x, np.float64), np.asarray(series.y, np.float64)
     good = np.isfinite(x) & (abs(y) < _HUGE)
     return Series(series.name, x[good], y[good], series.kind)
-
-
-def _bar_width(series: Series) -> float:
-    return float(series.x[1] - series.x[0]) if len(series.x) > 1 else 1.0
 
 
 def _ticks(axis: _Axis, side: str) -> str:
