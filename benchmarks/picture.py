@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -74,6 +74,12 @@ def spread(ratio: Mapping[str, Any]) -> tuple[float, float]:
     """Return the least and the largest of several runs, the quartiles of a single one."""
     low, high = ratio.get("between", (ratio["q1"], ratio["q3"]))
     return low, high
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]], rule: str = "---") -> list[str]:
+    """Return the lines of a table; ``rule`` stands below the name of each column."""
+    first, *lines = (f"| {' | '.join(map(str, row))} |" for row in (head, *rows))
+    return [first, f"|{f'{rule}|' * len(head)}", *lines]
 
 
 def short(rate: float) -> str:

@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tools.torchrl_scripts import rate
 
 from benchmarks import picture, scaling
 from benchmarks.harness import OURS, summary
-from benchmarks.picture import Group, spread, times
+from benchmarks.picture import Group, markdown, spread, times
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
@@ -98,32 +98,56 @@ def _published(name: str) -> dict[str, Any]:
 
 
 def table(name: str, only: str = "") -> str:
-    """Return the rows of a published suite as Markdown; of `scaling` ``only`` one case."""
-    if name in _TARGETS:
-        return "\n".join([*_TARGETS[name](), ""])
-    document = _published(name)
-    if name in _WHOLE:
-        return "\n".join([*_WHOLE[name](document, only), ""])
-    head, lines = _TABLES.get(name, (_AGAINST, _rows))
-    entries = list(document["cases"].values())
-    rows = (row for entry in entries for row in lines(entry))
-    return "\n".join([*head, *rows, "", _spread(entries), *_origin(entries), ""])
+    """Return the part of a page with this name as Markdown; of `scaling` ``only`` one case."""
+    if name in _ACROSS:
+        lines = _ACROSS[name]()
+    elif name in _WHOLE:
+        lines = _WHOLE[name](_published(name), only)
+    else:
+        entries = list(_published(name)["cases"].values())
+        head, rows = _TABLES.get(name, (_AGAINST, _ratios))
+        lines = markdown(head, (row for entry in entries for row in rows(entry)))
+        lines += ["", _spread(entries), *_origin(entries)]
+    return "\n".join([*lines, ""])
 
 
-def _rows(entry: dict[str, Any]) -> Iterator[str]:
+Row = tuple[Any, ...]
+
+
+def _ratios(entry: dict[str, Any]) -> Iterator[Row]:
     title = entry["title"]
     for other, ratio in entry["ratios"].items():
         target = "" if ratio["target"] is None else f"{ratio['target']:g}"
         if ratio["met"] is False:
             target += ", **missed**"
-        yield f"| {title} | {other} | {_ratio(ratio)} | {target} |"
+        yield title, other, _ratio(ratio), target
         title = ""
 
 
-def _by_cpu(entry: dict[str, Any]) -> Iterator[str]:
+def _by_cpu(entry: dict[str, Any]) -> Iterator[Row]:
     """Yield the rows of a case with ratios of the learner's CPU time, without Ray's actors."""
-    for row, other in zip(_rows(entry), entry["ratios"], strict=True):
-        yield f"{row} {_ratio(entry['cpu_ratios'][other])} |"
+    for row, other in zip(_ratios(entry), entry["ratios"], strict=True):
+        yield *row, _ratio(entry["cpu_ratios"][other])
+
+
+def systems(entry: dict[str, Any]) -> Iterator[Row]:
+    """Yield a row per system, with its rate."""
+    title = entry["title"]
+    for system, rate_of in entry["frames_per_second"].items():
+        low, high = entry.get("between", entry["quartiles"])[system]
+        share = _ratio(entry["ratios"][system]) if system in entry["ratios"] else ""
+        name = "GleanRL" if system == OURS else system
+        yield title, name, f"{rate_of:,} ({low:,} to {high:,})", share
+        title = ""
+
+
+_AGAINST = "work", "against", "ratio (spread)", "target"
+RATES = "work", "loop", "frames/s (spread)", "GleanRL over it"
+_TABLES = {
+    "training_rates": (RATES, systems),
+    "ray": ((*_AGAINST, "ratio by the learner's CPU time"), _by_cpu),
+}
+"""Head and rows of suites whose rates are shown, not only ratios."""
 
 
 def _ratio(ratio: dict[str, Any]) -> str:
@@ -131,10 +155,15 @@ def _ratio(ratio: dict[str, Any]) -> str:
     return f"{times(ratio['median'])} ({low} to {high})"
 
 
-def _targets() -> tuple[int, list[tuple[float, dict[str, Any], str]]]:
-    """Return the number of targets of all suites, and those that are missed.
+# -- parts of pages about several suites -----------------------------------------------------------
 
-    Each of these is the part of the target that is reached, the case's entry and a row.
+_REASONS = "work", "against", "ratio (spread)", "target", "likely reason"
+
+
+def _targets() -> tuple[str, list[tuple[float, dict[str, Any], Row]]]:
+    """Return how many targets of all suites are missed, and these.
+
+    Each of them is the part of the target that is reached, the case's entry and a row.
     """
     why = _published("reasons")
     number, missed = 0, []
@@ -145,120 +174,91 @@ def _targets() -> tuple[int, list[tuple[float, dict[str, Any], str]]]:
                 if ratio["met"] is False:
                     reason = why.get(f"{suite}/{case}/{other}", "Not known.")
                     cells = entry["title"], other, _ratio(ratio), f"{ratio['target']:g}", reason
-                    reached = ratio["median"] / ratio["target"]
-                    missed.append((reached, entry, f"| {' | '.join(cells)} |"))
-    return number, missed
+                    missed.append((ratio["median"] / ratio["target"], entry, cells))
+    return f"{len(missed)} of {number} targets are missed", missed
 
 
-_REASONS = "| work | against | ratio (spread) | target | likely reason |", "|---|---|---|---|---|"
-
-
-def _all_missed() -> Iterator[str]:
-    """Yield a row per missed target of all suites, with the reason."""
-    number, missed = _targets()
+def _all_missed() -> list[str]:
+    """Return a row per missed target of all suites, with the reason."""
+    count, missed = _targets()
     entries = [entry for _, entry, _ in missed]
-    yield from (f"{len(missed)} of {number} targets are missed:", "", *_REASONS)
-    yield from (*(row for _, _, row in missed), "")
-    if entries:
-        yield from (_spread(entries), *_origin(entries))
+    lines = [f"{count}:", "", *markdown(_REASONS, (row for _, _, row in missed)), ""]
+    return [*lines, _spread(entries), *_origin(entries)] if entries else lines
 
 
-def _limits() -> Iterator[str]:
-    """Yield the number of missed targets and the three that are missed by most."""
-    number, missed = _targets()
-    yield f"{len(missed)} of {number} targets are missed. Furthest from the target are:"
+def _limits() -> list[str]:
+    """Return the number of missed targets and the three that are missed by most."""
+    count, missed = _targets()
     worst = sorted(missed, key=lambda one: one[0])[:3]
-    yield from ("", *_REASONS, *(row for _, _, row in worst))
+    table = markdown(_REASONS, (row for _, _, row in worst))
+    return [f"{count}. Furthest from the target are:", "", *table]
 
 
-def _training_included() -> Iterator[str]:
-    """Yield a sentence: the least and the largest median ratio of each training loop."""
+def _training_included() -> list[str]:
+    """Return a sentence: the least and the largest median ratio of each training loop."""
     cases = _published("training_rates")["cases"]
     parts = []
     for title, case in TRAINING.items():
         medians = [ratio["median"] for ratio in cases[case]["ratios"].values()]
         parts.append(f"{times(min(medians))} to {times(max(medians))} times ({title})")
-    yield f"With training included, the frame rate is {', '.join(parts)} that of the others."
+    return [f"With training included, the frame rate is {', '.join(parts)} that of the others."]
 
 
-_TARGETS = {
-    "missed": _all_missed,
-    "limits": _limits,
-    "training_included": _training_included,
-}
-"""Parts of pages about several suites, or about a suite in one sentence."""
+_ACROSS = {"missed": _all_missed, "limits": _limits, "training_included": _training_included}
 
 
-def systems(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield a row per system, with its rate."""
-    title = entry["title"]
-    for system, rate_of in entry["frames_per_second"].items():
-        low, high = entry.get("between", entry["quartiles"])[system]
-        share = _ratio(entry["ratios"][system]) if system in entry["ratios"] else ""
-        name = "GleanRL" if system == OURS else system
-        yield f"| {title} | {name} | {rate_of:,} ({low:,} to {high:,}) | {share} |"
-        title = ""
+# -- tables of files that are not a suite of rates -------------------------------------------------
 
 
-_AGAINST = "| work | against | ratio (spread) | target |", "|---|---|---|---|"
-_CPU = (
-    "| work | against | ratio (spread) | target | ratio by the learner's CPU time |",
-    "|---|---|---|---|---|",
-)
-RATES = "| work | loop | frames/s (spread) | GleanRL over it |", "|---|---|---|---|"
-_TABLES = {"training_rates": (RATES, systems), "ray": (_CPU, _by_cpu)}
-"""Head and rows of suites whose rates are shown, not only ratios."""
-
-
-def _scripts(document: dict[str, Any], _: str) -> Iterator[str]:
-    """Yield a row per script that ran on GleanRL."""
-    yield "| script | GleanRL, frames/s | TorchRL, frames/s |"
-    yield "|---|---|---|"
-    both = []
+def _scripts(document: dict[str, Any], _: str) -> list[str]:
+    """Return a row per script that ran on GleanRL."""
+    rows, both = [], []
     for entry in document["scripts"]:
         ours, theirs = entry.get("gleanrl"), entry.get("torchrl")
         if ours and ours["ended"] in ("finished", "limit"):
-            rates = [
-                rate(run["ended"], run["collecting"]) if run else "-" for run in (ours, theirs)
-            ]
-            yield f"| `{entry['script']}` | {rates[0]} | {rates[1]} |"
+            runs = (rate(run["ended"], run["collecting"]) if run else "-" for run in (ours, theirs))
+            rows.append((f"`{entry['script']}`", *runs))
         if ours and theirs and ours["collecting"] and theirs["collecting"]:
             both.append(ours["collecting"] < theirs["collecting"])
-    yield from ("", f"{sum(both)} of {len(both)} scripts with two rates are slower with GleanRL.")
-    yield from _origin([document])
+    slower = f"{sum(both)} of {len(both)} scripts with two rates are slower with GleanRL."
+    head = "script", "GleanRL, frames/s", "TorchRL, frames/s"
+    return [*markdown(head, rows), "", slower, *_origin([document])]
 
 
-def _training(document: dict[str, Any], _: str) -> Iterator[str]:
-    """Yield a row per collector: seconds until a return is reached."""
-    yield "| collector | seconds: median (least to most) | times GleanRL's |"
-    yield "|---|---|---|"
+def _training(document: dict[str, Any], _: str) -> list[str]:
+    """Return a row per collector: seconds until a return is reached."""
     ratio = document["ratio"]
     more = {"TorchRL": f"{times(ratio['median'])} ({times(ratio['min'])} to {times(ratio['max'])})"}
-    for name, found in document["seconds"].items():
-        seconds = f"{found['median']:.1f} ({found['min']:.1f} to {found['max']:.1f})"
-        yield f"| {name} | {seconds} | {more.get(name, '')} |"
-    runs = len(next(iter(document["runs"].values())))
-    yield from ("", f"Until a return of {document['target']:g}, {runs} seeds.")
-    yield from _origin([document])
+    rows = (
+        (name, f"{s['median']:.1f} ({s['min']:.1f} to {s['max']:.1f})", more.get(name, ""))
+        for name, s in document["seconds"].items()
+    )
+    table = markdown(("collector", "seconds: median (least to most)", "times GleanRL's"), rows)
+    seeds = len(next(iter(document["runs"].values())))
+    reached = f"Until a return of {document['target']:g}, {seeds} seeds."
+    return [*table, "", reached, *_origin([document])]
 
 
-def _watching(document: dict[str, Any], _: str) -> Iterator[str]:
-    """Yield a row per size of batches: percent of the time that each part of watching takes."""
+def _watching(document: dict[str, Any], _: str) -> list[str]:
+    """Return a row per size of batches: percent of the time that each part of watching takes."""
     cases = document["cases"]
     names = list(dict.fromkeys(n for one in cases.values() for n in one["rounds"][0]["parts"]))
-    heads = " | ".join((*names, "all (quartiles)", "by turns", "timeline"))
-    yield f"| batches | microseconds each | {heads} |"
-    yield f"|---|---|{'---|' * len(names)}---|---|---|"
+    rows = []
     for case, found in cases.items():
         parts = [[one["parts"][n] for one in found["rounds"] if n in one["parts"]] for n in names]
-        own = " | ".join(f"{summary(part)['median']:.2f} %" if part else "" for part in parts)
-        percent, timeline = found["percent"], found["timeline"]
-        turns = f"{found['turns']['median']:.1f} %" if "turns" in found else ""
-        spread = f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})"
-        micro = f"{found['microseconds']['median']:,.0f}"
-        others = f"{turns} | {timeline['median']:.2f} %"
-        yield f"| {case} | {micro} | {own} | {spread} | {others} |"
-    yield from ("", *_origin([document]))
+        percent = found["percent"]
+        rows.append(
+            (
+                case,
+                f"{found['microseconds']['median']:,.0f}",
+                *(f"{summary(part)['median']:.2f} %" if part else "" for part in parts),
+                f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})",
+                f"{found['turns']['median']:.1f} %" if "turns" in found else "",
+                f"{found['timeline']['median']:.2f} %",
+            )
+        )
+    head = "batches", "microseconds each", *names, "all (quartiles)", "by turns", "timeline"
+    return [*markdown(head, rows), "", *_origin([document])]
 
 
 def _scaling(document: dict[str, Any], only: str) -> list[str]:
@@ -270,22 +270,22 @@ def _scaling(document: dict[str, Any], only: str) -> list[str]:
     return [line for name in document["tables"] for line in (name, *_scaling(document, name), "")]
 
 
-_WHOLE: dict[str, Callable[[dict[str, Any], str], Iterable[str]]] = {
+_WHOLE = {
     "scripts": _scripts,
     "training": _training,
     "scaling": _scaling,
     "watching": _watching,
 }
-"""Tables of files that are not a suite of rates."""
 
 
-def measured(name: str, document: dict[str, Any]) -> Iterator[str]:
-    """Yield the rows of a run that is not published, with all rates."""
+def measured(name: str, document: dict[str, Any]) -> list[str]:
+    """Return the rows of a run that is not published, with all rates."""
     if name in _WHOLE:
-        yield from _WHOLE[name](document, "")
-    else:
-        yield from RATES
-        yield from (row for entry in document["cases"].values() for row in systems(entry))
+        return _WHOLE[name](document, "")
+    return markdown(RATES, (row for one in document["cases"].values() for row in systems(one)))
+
+
+# -- where figures come from -----------------------------------------------------------------------
 
 
 def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:

@@ -359,29 +359,23 @@ def _rollouts(cluster: Cluster) -> int:
 def show(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rows as lines of Markdown."""
     head = "nodes", "sync", "binds", "sync, one object", "async", "binds", "lag", "lag, one object"
-    lines = [f"| {' | '.join(head)} |", "|" + "---:|" * len(head)]
-    for row in rows:
-        sync, one, others = (short(row[way]) for way in ("sync", "sync, one object", "async"))
-        lags = (f"{row[f'{way} lag']:.1f}" for way in ("async", "async, one object"))
-        cells = (
+    cells = (
+        (
             f"{row['nodes']:,}",
-            sync,
-            row["sync binds"],
-            one,
-            others,
-            row["async binds"],
-            *lags,
+            *(short(row["sync"]), row["sync binds"], short(row["sync, one object"])),
+            *(short(row["async"]), row["async binds"]),
+            *(f"{row[f'{way} lag']:.1f}" for way in ("async", "async, one object")),
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        for row in rows
+    )
+    return picture.markdown(head, cells, "---:")
 
 
 def show_stragglers(factors: dict[str, list[float]]) -> list[str]:
     """Return straggler factors, by spread and then by number of nodes, as lines of Markdown."""
-    lines = [f"| nodes | {' | '.join(factors)} |", "|---:|" + "---:|" * len(factors)]
-    for count, row in zip(NODES, zip(*factors.values(), strict=True), strict=True):
-        lines.append(f"| {count:,} | {' | '.join(f'{factor:.2f}' for factor in row)} |")
-    return lines
+    columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
+    rows = zip((f"{count:,}" for count in NODES), *columns, strict=True)
+    return picture.markdown(["nodes", *factors], rows, "---:")
 
 
 def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:

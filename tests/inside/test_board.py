@@ -167,6 +167,9 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     assert len(seen) == 6  # after the number, after the mark, before the mark is looked at again
 
 
+READS = 600
+
+
 class Stress(rig.Count):
     """Reads a board that another process publishes on."""
 
@@ -209,9 +212,9 @@ def test_no_torn_read_under_a_tight_publisher(sizes):
         path = f"/proc/{os.getpid()}/fd/{memory.fd}"
         thread.start()
         try:
-            found = collector.map_fn("env.read", [(path, board.ref, 2000)] * 2)
+            found = collector.map_fn("env.read", [(path, board.ref, READS)] * 2)
         finally:
             done.set()
             thread.join()
     memory.close()
-    assert found == [2000, 2000]
+    assert found == [READS, READS]

@@ -52,7 +52,7 @@ def ctrl_c():
 
 @pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
 def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind):
-    """At every seventh line; each collector ends, and nothing of it stays."""
+    """At every eleventh line; each collector ends, and nothing of it stays."""
     envs = [rig.counting(0), rig.counting(1)]
     frames = FRAMES * (2 if kind is MultiSyncCollector else 1)
     line, interrupted, closed, at = 1, 0, 0, None
@@ -68,7 +68,7 @@ def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind)
             collector.rollout()  # an interrupt before anything began changes nothing
         collector.shutdown()
         assert (kept == copy).all()
-        line += 7
+        line += 11
     assert interrupted > 10
     assert closed > interrupted / 2
 

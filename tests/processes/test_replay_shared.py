@@ -68,6 +68,7 @@ def check(batch):
 def run(rb, body, names, answer):
     """Runs in the child: ``body`` with ``rb`` and ``names``; ``say`` answers."""
     torch.set_num_threads(1)
+    mp.set_executable(sys.executable)  # its own children start as it did
     exec(textwrap.dedent(body), {**globals(), **names, "rb": rb, "say": answer.send})
 
 
