@@ -11,6 +11,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
+from gleanrl.policies.env_contract import EnvContract
 from gleanrl.rollout.provided import Provided
 
 OBS = ("observation",)
@@ -40,14 +41,9 @@ def probe_of(env, seed=0):
 
 
 def make(policy, env, exploration=RANDOM, one_hot=(), specs=None, **options):
-    return make_policy(
-        policy,
-        env=env,
-        specs=specs or {},
-        probe=probe_of(env),
-        options=SourceOptions(exploration_type=exploration, **options),
-        one_hot=one_hot,
-    )
+    contract = EnvContract.of_rows(env, probe_of(env), one_hot)
+    options = SourceOptions(exploration_type=exploration, **options)
+    return make_policy(policy, contract, specs or {}, options)
 
 
 def windows(env, policy, steps=STEPS):

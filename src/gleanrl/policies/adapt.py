@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError, PolicyTypeError
 from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_keys, format_key
+from gleanrl.core.options import SourceOptions
+from gleanrl.policies.env_contract import EnvContract
 
 _TENSORDICT_NAMES = ("tensordict", "td")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -92,15 +95,7 @@ class Adapted:
     """Whether ``"step_count"`` is there for it to read."""
 
 
-def adapt(
-    policy: Any,
-    observation_keys: Sequence[Key],
-    action_keys: Sequence[Key],
-    *,
-    trust: bool | None = None,
-    infos: Collection[Key] = (),
-    counts: bool = False,
-) -> Adapted:
+def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted:
     """Find out how ``policy`` wants to be called.
 
     TensorDict modules, callables with ``in_keys`` and ``out_keys``, and callables whose one
@@ -110,15 +105,14 @@ def adapt(
 
     Args:
         policy: What the user gave.
-        observation_keys: What the environment gives.
-        action_keys: What the environment wants.
-        trust: Take ``policy`` to be a callable on TensorDicts without looking.
-        infos: Those of ``observation_keys`` that only a policy that names them gets.
-        counts: Whether the collector shows ``"step_count"`` to a policy that names it.
+        contract: What the environment gives and wants.
+        options: Whether to trust ``policy`` to be a callable on TensorDicts, and whether
+            ``"step_count"`` is there for it to read.
 
     Raises:
         PolicyTypeError: ``policy`` cannot be called with what the environment gives.
     """
+    counts = options.counts
     if isinstance(policy, type) or not callable(policy):
         raise PolicyTypeError(
             f"policy ({policy!r:.200}) must be a callable: a TensorDict module, an nn.Module or a "
@@ -126,16 +120,21 @@ def adapt(
         )
     # torch.compile hides the signature of what it wraps.
     looked_at = getattr(policy, "_orig_mod", policy) if isinstance(policy, nn.Module) else policy
-    if trust or isinstance(looked_at, TensorDictModuleBase):
+    if options.trust_policy or isinstance(looked_at, TensorDictModuleBase):
         return Adapted(policy, *_declared(looked_at), counts)
     parameters = _parameters(looked_at)
     in_keys, out_keys = _declared(looked_at)
     declared = in_keys is not None and out_keys is not None and len(_required(parameters)) <= 1
     if declared or _takes_tensordict(looked_at, parameters):
         return Adapted(policy, in_keys, out_keys, counts)
-    if counts:
-        observation_keys, infos = (*observation_keys, STEP_COUNT), (*infos, STEP_COUNT)
-    call = _tensor_call(policy, parameters, observation_keys, action_keys, infos)
+    more = (STEP_COUNT,) if counts else ()
+    call = _tensor_call(
+        policy,
+        parameters,
+        (*contract.observed, *more),
+        contract.acted,
+        (*contract.infos, *more),
+    )
     return Adapted(call, call.in_keys, None, counts)
 
 
@@ -171,10 +170,8 @@ def _takes_tensordict(policy: Any, parameters: Sequence[inspect.Parameter]) -> b
     if isinstance(annotation, str):
         function = _function(policy)
         function = function if inspect.isroutine(function) else type(policy).__call__
-        try:
+        with suppress(NameError, TypeError, AttributeError):  # only imported for type checkers
             annotation = typing.get_type_hints(function).get(first.name, annotation)
-        except (NameError, TypeError, AttributeError):  # only imported for type checkers
-            return first.name in _TENSORDICT_NAMES or _means_tensordict(annotation)
     return first.name in _TENSORDICT_NAMES or _means_tensordict(annotation)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as default
 from typing import Any
@@ -16,14 +16,11 @@ from tensordict.nn.probabilistic import interaction_type
 
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
-from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Spec
-from gleanrl.core.window import Window
-from gleanrl.memory.arena import batch_rows
-from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.proofs import qualified
-from gleanrl.policies.adapt import adapt
+from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
 from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
 from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
@@ -39,7 +36,6 @@ __all__ = [
     "make_actor",
     "make_policy",
     "parse_exploration_mode",
-    "root_of",
     "set_exploration_type",
     "signed_actor",
 ]
@@ -48,33 +44,27 @@ __all__ = [
 
 
 def make_policy(
-    policy: Any,
-    *,
-    env: EnvLayout,
-    specs: Mapping[Key, Spec],
-    probe: Window,
-    options: SourceOptions,
-    one_hot: Collection[Key] = (),
+    policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
 ) -> RandomActions | ProgramPolicy:
     """Make a `Policy` of what the user gave.
 
-    The policy is called once, on the observation in ``probe``, without gradient; random streams and
-    buffers are as before afterwards.
+    The policy is called once, on the observation of the first reset, without gradient; random
+    streams and buffers are as before afterwards.
 
     Args:
         policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
             tensors.
-        env: What the environment gives and wants.
+        contract: What the environment gives and wants; it has a layout.
         specs: Per action key, what random actions are drawn from.
-        probe: One step long, holds the observation of the first reset.
         options: How it is run, and where; the device of its first weight by default.
-        one_hot: Actions that the environment wants as one-hot vectors.
 
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
+    env = contract.layout
+    assert env is not None
     accelerated = bool(options.compile_policy) or bool(options.cudagraph_policy)
     if acts_at_random(policy):
         if accelerated:
@@ -87,13 +77,8 @@ def make_policy(
             return drawn
         return SpecActions(policy, env)
     device = _device_of(policy, options.policy_device)
-    observed = [field.key for field in env.observations]
-    acted: list[Key] = [field.key for field in env.actions]
-    trust, counts = options.trust_policy, options.counts
-    adapted = adapt(policy, observed, acted, trust=trust, infos=env.infos, counts=counts)
-    root = root_of(env, probe, device)
-    exploration = options.exploration_type
-    adapted, signature = learn(policy, adapted, env, root, exploration, one_hot=one_hot)
+    root = contract.root if device.type == "cpu" else contract.root.to(device)
+    adapted, signature = learn(policy, contract, root, options)
     call, lower = _accelerate(adapted.call, options, device)
     return ProgramPolicy(policy, call, signature, env, device=device, lower=lower)
 
@@ -101,16 +86,6 @@ def make_policy(
 def acts_at_random(policy: Any) -> bool:
     """Tell whether ``policy`` stands for random actions."""
     return policy is None or isinstance(policy, RandomPolicy)
-
-
-def root_of(env: EnvLayout, probe: Window, device: torch.device | None = None) -> TensorDict:
-    """Return the first row of ``probe`` as the TensorDict that a reset of ``env`` returns."""
-    contract = {
-        field.key: batch_rows(probe, field.key, env.batch_shape)[0].clone()
-        for field in env.observations
-    }
-    root = env_root(env, contract)
-    return root if device is None or device.type == "cpu" else root.to(device)
 
 
 def _device_of(
@@ -134,25 +109,6 @@ def _device_of(
 
 
 # -- for environments with TensorDict methods ------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EnvContract:
-    """What an environment with TensorDict methods shows and wants."""
-
-    root: TensorDictBase
-    """What a policy is called on first. Not changed."""
-    observed: Sequence[Key]
-    acted: Sequence[Key]
-    rewarded: Sequence[Key]
-    layout: EnvLayout | None
-    """The environment's side of a step; ``None`` if it is not fixed."""
-    one_hot: Collection[Key] = ()
-    """Actions that it wants as one-hot vectors, and would not take as indices."""
-    env_checks_actions: bool = True
-    """Whether the environment takes actions as they are written."""
-    infos: Collection[Key] = ()
-    """Those of ``observed`` that are requested info entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,34 +147,19 @@ def make_actor(
         PolicyError: what it writes does not fit the environment.
         ConfigError: options that contradict each other or the device.
     """
-    root, exploration = contract.root, options.exploration_type
+    root = contract.root
     device = _device_of(policy, options.policy_device, root.device)
-    trust, infos, counts = options.trust_policy, contract.infos, options.counts
-    adapted = adapt(
-        policy, contract.observed, contract.acted, trust=trust, infos=infos, counts=counts
-    )
     away = _away(root, options.policy_device, device)
-    # A policy for which the user named a device is contract that device.
+    # A policy for which the user named a device is shown that device.
     named = options.policy_device is not None or root.device is None
     given = root if named else root.copy().clear_device_()
     given = given if away is None else given.to(away)
     if contract.layout is None:
-        owned = (*contract.observed, *contract.rewarded)
-        zeros, states, provided = learn_dynamic(
-            policy, adapted, given, contract.acted, owned, exploration
-        )
+        adapted, zeros, states, provided = learn_dynamic(policy, contract, given, options)
         call, _ = _accelerate(adapted.call, options, device)
         acting, keys = TensorDictPolicy(call, shows_device=named), tuple(s.key for s in states)
         return Actor(policy, acting, states, keys, provided, zeros, away), root
-    adapted, signature = learn(
-        policy,
-        adapted,
-        contract.layout,
-        given,
-        exploration,
-        as_written=contract.env_checks_actions,
-        one_hot=contract.one_hot,
-    )
+    adapted, signature = learn(policy, contract, given, options)
     call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
         call,

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 from tensordict.nn import (
-    InteractionType,
     ProbabilisticTensorDictModule,
     TensorDictModuleBase,
     set_interaction_type,
@@ -33,11 +32,12 @@ from gleanrl.core.keys import (
     next_key,
 )
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import warn
+from gleanrl.core.options import SourceOptions, warn
 from gleanrl.core.streams import preserved
 from gleanrl.operations.watch import equal, same_memory, writes_so_far
-from gleanrl.policies.adapt import Adapted
+from gleanrl.policies.adapt import Adapted, adapt
 from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
+from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.units import children_of, modules_of, selects, units_of, watch_layers
 
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
@@ -267,38 +267,46 @@ class PolicySignature:
 
 def learn(
     policy: Any,
-    adapted: Adapted,
-    env: EnvLayout,
+    contract: EnvContract,
     root: TensorDictBase,
-    exploration: InteractionType,
-    *,
-    as_written: bool = False,
-    one_hot: Collection[Key] = (),
+    options: SourceOptions,
 ) -> tuple[Adapted, PolicySignature]:
     """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
 
+    A policy that gives indices where the environment wants one-hot vectors is called once more,
+    with its actions converted.
+
     Args:
         policy: What the user gave.
-        adapted: How it is called.
-        env: The environment's side of the step.
-        root: What the first reset returned, on the policy's device.
-        exploration: How the policy acts in that call.
-        as_written: The environment judges actions itself: they are taken as they are written.
-        one_hot: Actions that the environment wants as one-hot vectors. A policy that gives indices
-            for these is called once more, with its actions converted.
+        contract: The environment's side of the step, which has a layout.
+        root: What the first reset returned, as the policy is shown it.
+        options: How the policy is run.
 
     Returns:
         How the policy is called from now on, and what that call showed.
 
     Raises:
+        PolicyTypeError: it cannot be called with what the environment gives.
         PolicyError: it does not fit the environment.
     """
+    return _learn(policy, adapt(policy, contract, options), contract, root, options)
+
+
+def _learn(
+    policy: Any,
+    adapted: Adapted,
+    contract: EnvContract,
+    root: TensorDictBase,
+    options: SourceOptions,
+) -> tuple[Adapted, PolicySignature]:
+    env = contract.layout
+    assert env is not None
     start, provided = _start(adapted, root, root.get(IS_INIT, None) is not None)
     given = {as_key(key): value for key, value in start.items(True, True)}
 
     def run(first: Mapping[Key, torch.Tensor]) -> tuple[PolicyTrace, TensorDictBase]:
         td = _with(start, first)
-        with _restored(policy), torch.no_grad(), set_interaction_type(exploration):
+        with _restored(policy), torch.no_grad(), set_interaction_type(options.exploration_type):
             before = sys.getrefcount(td)
             trace = _trace(adapted.call, td)
             trace.keeps = sys.getrefcount(td) > before
@@ -306,7 +314,7 @@ def learn(
 
     (trace, after), states = _first_call(policy, adapted, start, given, run, _next_state)
     outputs = trace.outputs
-    wanted = [field for field in env.actions if field.key in one_hot]
+    wanted = [field for field in env.actions if field.key in contract.one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
     if indices:
         warn(
@@ -314,9 +322,9 @@ def learn(
             "categorical_action_encoding=False and wants one-hot vectors; they are converted"
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
-        return learn(policy, converted, env, root, exploration, as_written=as_written)
+        return _learn(policy, converted, replace(contract, one_hot=()), root, options)
     owned = _owned(env, IS_INIT in provided)
-    actions = _actions(env, outputs, policy, as_written)
+    actions = _actions(env, outputs, policy, contract.env_checks_actions)
     taken = {*owned, *(field.key for field in actions)}
     extras = (_field(env, key, value) for key, value in outputs.items() if key not in taken)
     removed = (f.key for f in env.observations if f.key in given and after.get(f.key, None) is None)
@@ -355,37 +363,21 @@ class IndexToOneHot:
 
 
 def learn_dynamic(
-    policy: Any,
-    adapted: Adapted,
-    root: TensorDictBase,
-    actions: Collection[Key],
-    owned: Collection[Key],
-    exploration: InteractionType,
-) -> tuple[TensorDictBase, tuple[Field, ...], Mapping[Key, torch.dtype]]:
-    """Call the policy once on ``root``, whose layout is not fixed, and leave no trace.
-
-    Args:
-        policy: What the user gave.
-        adapted: How it is called.
-        root: What the first reset returned.
-        actions: Root keys of the actions.
-        owned: Root keys that the environment decides, also under ``"next"``.
-        exploration: How the policy acts in that call.
+    policy: Any, contract: EnvContract, root: TensorDictBase, options: SourceOptions
+) -> tuple[Adapted, TensorDictBase, tuple[Field, ...], Mapping[Key, torch.dtype]]:
+    """Call the policy once on ``root``, whose layout is not fixed; see `learn`.
 
     Returns:
-        Zeros in place of what it wrote beside actions; the root entries that its ``("next", ...)``
-        outputs replace; what is provided, see `PolicySignature`.
-
-    Raises:
-        PolicyTypeError: it returned something else than a TensorDict.
-        PolicyError: it cannot be called with what the environment gives.
+        How the policy is called; zeros in place of what it wrote beside actions; the root entries
+        that its ``("next", ...)`` outputs replace; what is provided, see `PolicySignature`.
     """
+    adapted = adapt(policy, contract, options)
     there = leaves(root)
     start, provided = _start(adapted, root, IS_INIT in there)
     given = {key: _stacked(start, key) for key in sorted(leaves(start))}
 
     def run(first: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        with _restored(policy), torch.no_grad(), set_interaction_type(exploration):
+        with _restored(policy), torch.no_grad(), set_interaction_type(options.exploration_type):
             return call_on(adapted.call, _with(start, first))
 
     def next_state(out: TensorDictBase, key: Key) -> torch.Tensor | None:
@@ -394,7 +386,7 @@ def learn_dynamic(
 
     out, _ = _first_call(policy, adapted, start, given, run, next_state)
     unchanged = {key for key in provided if equal(out.get(key, start.get(key)), start.get(key))}
-    kept = {*there, *owned, IS_INIT, *unchanged}
+    kept = {*there, *contract.observed, *contract.rewarded, IS_INIT, *unchanged}
     written = leaves(out) - kept - set(map(next_key, kept))
     states = [
         Field(key[1:], tuple(value.shape[root.ndim :]), value.dtype)
@@ -402,8 +394,8 @@ def learn_dynamic(
         if key[0] == NEXT and (value := _stacked(out, key)) is not None
         if _reads(adapted, key[1:])
     ]
-    zeroed = written - set(actions) - {state.key for state in states}
-    return out.select(*zeroed).apply(torch.zeros_like), tuple(states), provided
+    zeroed = written - {*contract.acted, *(state.key for state in states)}
+    return adapted, out.select(*zeroed).apply(torch.zeros_like), tuple(states), provided
 
 
 def _stacked(data: TensorDictBase, key: Key) -> torch.Tensor | None:

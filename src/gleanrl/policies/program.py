@@ -69,8 +69,7 @@ class ProgramPolicy:
             call, signature if lower else None, env.batch_shape, device
         )
         """The policy on one TensorDict, for environments that work on one, too."""
-        over = _KeptOverRows if signature.trace.keeps else _TensorDictOverRows
-        self._called = over(self.on_tensordict, signature, env, device)
+        self._called = _TensorDictOverRows(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
@@ -367,6 +366,8 @@ class _TensorDictOverRows:
                 value = after.get(state, None)
                 if value is not None:
                     root.set(_name(state), value)
+        if self._signature.trace.keeps:
+            self._root = root.copy()  # the policy keeps the one that it was called on
 
     def finish(self) -> None:
         self._policy.finish()
@@ -376,15 +377,6 @@ class _TensorDictOverRows:
 
     def _first(self) -> TensorDictBase:
         return env_root(self._env, {}, self._device)
-
-
-class _KeptOverRows(_TensorDictOverRows):
-    """Has a policy that keeps the TensorDict of a step get another one for the next."""
-
-    def act(self, t: int) -> None:
-        super().act(t)
-        assert self._root is not None
-        self._root = self._root.copy()
 
 
 def _check_known(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> None:

@@ -29,14 +29,13 @@ from gleanrl.envs.tensordict import (
     spec_leaves,
 )
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
+from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import (
     Actor,
-    EnvContract,
     acts_at_random,
     complete_exploration,
     make_actor,
     make_policy,
-    root_of,
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
@@ -84,26 +83,20 @@ class SourceBuilder:
         check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
-        policy = self._policy(made, first)
+        contract = EnvContract.of_rows(made.layout, first, _one_hot(made.action_specs))
+        policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
             if members is not None:
-                root = root_of(made.layout, first)
-                handle = TensorDictHandle(RowEnv(members), root, inner=made.inner)
+                handle = TensorDictHandle(RowEnv(members), contract.root, inner=made.inner)
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
         kind = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
 
-    def _policy(self, env: Env | Pool, first: Window) -> Policy:
-        policy = make_policy(
-            complete_exploration(self._user_policy(), env.inner),
-            env=env.layout,
-            specs=env.action_specs,
-            probe=first,
-            options=self.options,
-            one_hot=_one_hot(env.action_specs),
-        )
+    def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
+        chosen = complete_exploration(self._user_policy(), env.inner)
+        policy = make_policy(chosen, contract, env.action_specs, self.options)
         self._check_inputs(policy.states, IS_INIT in policy.provided)
         return policy
 

@@ -30,7 +30,8 @@ from gleanrl.envs.tensordict import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import copied, described, groups_of
 from gleanrl.policies.diagnosis import ONE_LAYOUT
-from gleanrl.policies.policy import Actor, EnvContract
+from gleanrl.policies.env_contract import EnvContract
+from gleanrl.policies.policy import Actor
 from gleanrl.rollout.delivered_fields import DeliveredFields
 
 
