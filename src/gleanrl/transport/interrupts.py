@@ -13,9 +13,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout
 
 P = ParamSpec("P")
@@ -134,11 +134,11 @@ class FairLock:
         held, before = self._held, self._next
         if held._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
             return held.acquire()
-        end = None if timeout is None else monotonic() + timeout
-        if not (before.acquire(False) or _taken(before, end)):
+        deadline = None if before.acquire(False) else Deadline(timeout)
+        if deadline is not None and not _taken(before, deadline):
             return False
         try:
-            return held.acquire(False) or _taken(held, end)
+            return held.acquire(False) or _taken(held, deadline or Deadline(timeout))
         finally:
             before.release()
 
@@ -147,10 +147,10 @@ class FairLock:
         self._held.release()
 
 
-def _taken(lock: threading.RLock, end: float | None) -> bool:
+def _taken(lock: threading.RLock, deadline: Deadline) -> bool:
     """Wait for ``lock``, which this thread does not hold."""
     try:
-        left = -1 if end is None else max(0.0, end - monotonic())
+        left = -1 if deadline.seconds is None else deadline.left
         return interruptible(lock.acquire, True, left)
     except BaseException:
         with contextlib.suppress(RuntimeError):  # else the lock was taken in that moment

@@ -126,7 +126,7 @@ class NodeAdmitter(Generic[N]):
         self._admitting = False
         """Whether a thread lets nodes in."""
         self._closing = False
-        self._next_look = 0.0
+        self._next_look = Deadline(0.0)
         self._done: deque[N | WorkerDied] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
@@ -212,10 +212,10 @@ class NodeAdmitter(Generic[N]):
             for index, each in wanted:
                 if each.deadline is None:
                     self._launch(index, each)
-            if time.monotonic() >= self._next_look:
+            if self._next_look.expired:
                 for index, each in wanted:
                     self._look_after(index, each)
-                self._next_look = time.monotonic() + _LOOK_S
+                self._next_look = Deadline(_LOOK_S)
             try:
                 self._accept(knocks)
             except Exception as err:  # no thread or no descriptor for the connection

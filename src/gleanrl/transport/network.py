@@ -72,8 +72,8 @@ class Node(ChannelPeer):
         self._backend = backend
         self.address: str = sock.getpeername()[0]
         self.own_address = str(sock.getsockname()[0])
-        self.heard = time.monotonic()
-        """When it last gave a sign of life."""
+        self.silence = Deadline(backend.timeout_s)
+        """The time until which it has to give a sign of life."""
         self.end_reason: str | None = None
         """The reason for its end, given by the node or by this side."""
         self.replies: deque[bytes] = deque()
@@ -169,7 +169,7 @@ class Node(ChannelPeer):
                 self._weights_taken()
             elif kind != BEAT:
                 self.replies.append(frame)
-        self.heard = time.monotonic()
+        self.silence = Deadline(self._backend.timeout_s)
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class NetworkBackend(ChannelBackend[Node]):
                     f"nodes {missing} did not join {place.host}:{place.port} within "
                     f"{self._start_timeout} s"
                 )
-            for fd, events in interruptible(self._poller.poll, deadline.left):
+            for fd, events in interruptible(self._poller.poll, min(deadline.left, self.timeout_s)):
                 self._turn_to(fd, events)
         if not self._replaces:
             self._poller.unregister(self.admitter.bell)
@@ -434,7 +434,7 @@ class NetworkBackend(ChannelBackend[Node]):
             self._turn_to(fd, events)
         if self._first_complete() is not None:
             return None
-        silent_in = self._next_silence(time.monotonic())
+        silent_in = self._next_silence()
         return self._nap if self._arrived else silent_in
 
     def _first_complete(self) -> int | None:
@@ -489,7 +489,7 @@ class NetworkBackend(ChannelBackend[Node]):
         if isinstance(node, WorkerDied):
             raise node
         if node is not None:
-            node.heard = time.monotonic()
+            node.silence = Deadline(self.timeout_s)
             self._arrived += node.replies
             node.replies = self._arrived
             self._peers[node.index] = node
@@ -497,25 +497,22 @@ class NetworkBackend(ChannelBackend[Node]):
             if self.stop_byte[0]:
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
-    def _next_silence(self, now: float) -> float:
+    def _next_silence(self) -> float:
         """Return the seconds until some node has been silent for too long.
 
         Raises:
-            WorkerDied: one has.
+            WorkerDied: one has, or has said that it ends.
         """
-        left = self.timeout_s
         for node in self._by_fd.values():
             if node.end_reason is not None and not self._has_announced(node):
                 raise self._died(node, node.end_reason)
-            silent_for_s = now - node.heard
-            if silent_for_s >= self.timeout_s:
+            if node.silence.expired:
                 raise self._died(
                     node,
-                    f"showed no sign of life for {silent_for_s:.0f} s: its host or the network is "
+                    f"showed no sign of life for {self.timeout_s:g} s: its host or the network is "
                     "down, or its process stands still",
                 )
-            left = min(left, self.timeout_s - silent_for_s)
-        return left
+        return min((node.silence.left for node in self._by_fd.values()), default=self.timeout_s)
 
     def _hear(self, peer: Node) -> None:
         try:
@@ -532,8 +529,7 @@ class NetworkBackend(ChannelBackend[Node]):
                 raise self._died(peer, f"closed its connection ({err})") from None
 
     def _exit_reason(self, peer: Node, reason: str) -> str:
-        silent = time.monotonic() - peer.heard >= self.timeout_s
-        wait = 0.0 if silent or peer.gone else _NEWS_S
+        wait = 0.0 if peer.silence.expired or peer.gone else _NEWS_S
         return interruptible(peer.exit_reason, reason, wait)
 
     def _drop(self, peer: Node) -> None:

@@ -9,12 +9,12 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.platforms import require_linux
 from gleanrl.core.protocols import Stop
@@ -146,13 +146,12 @@ class NodeConnection:
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
         pause = self._timeout_s / 6
-        due = time.monotonic()
+        beat = Deadline(0.0)
         while True:
-            left = due - time.monotonic()
-            if left <= 0:
+            if beat.expired:
                 self.send(BEAT)
-                due, left = time.monotonic() + pause, pause
-            readable.poll(1000 * left)
+                beat = Deadline(pause)
+            readable.poll(1000 * beat.left)
             for frame in self._channel.read():
                 self._take(frame)
 

@@ -98,7 +98,7 @@ class Jobs:
         self._folder: Path | None = None
         self._jobs: list[Any] = []
         self._ended: dict[int, str] = {}
-        self._next_look = 0.0
+        self._next_look = Deadline(0.0)
 
     @property
     def local(self) -> bool:
@@ -149,10 +149,9 @@ class Jobs:
 
     def _look(self) -> None:
         """Note which jobs have ended, at most every few seconds."""
-        now = time.monotonic()
-        if now < self._next_look:
+        if not self._next_look.expired:
             return
-        self._next_look = now + (_LOCAL_LOOK_S if self.local else _CLUSTER_LOOK_S)
+        self._next_look = Deadline(_LOCAL_LOOK_S if self.local else _CLUSTER_LOOK_S)
         asked = False
         for index, job in enumerate(self._jobs):
             if index in self._ended:
