@@ -233,6 +233,7 @@ class Node(ChannelPeer):
         Args:
             drop: Whether to drop the pair as well, which a forked child cannot do.
         """
+        self.gone = True
         self.channel.close()
         if drop:
             self._pair = None

@@ -116,16 +116,16 @@ class RemoteBackend(ABC, Generic[P]):
             CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a worker is gone.
         """
+        if self._arrived and (frame := self._next()) is not None:
+            return reply_in(frame)
         deadline, wait = Deadline(timeout), 0.0 if self._looks_first else timeout
-        frame = self._next() if self._arrived else None
-        while frame is None:
+        while True:
             soon = self._poll(wait)
-            frame = self._next()
-            if frame is None:
-                if deadline.expired:
-                    raise CollectorTimeout(f"no worker replied within {timeout} s")
-                wait = deadline.timeout if soon is None else min(soon, deadline.left)
-        return reply_in(frame)
+            if (frame := self._next()) is not None:
+                return reply_in(frame)
+            if deadline.expired:
+                raise CollectorTimeout(f"no worker replied within {timeout} s")
+            wait = deadline.timeout if soon is None else min(soon, deadline.left)
 
     def _next(self) -> bytes | None:
         """Take the oldest reply whose data are here, if there is one."""
@@ -152,10 +152,8 @@ class ChannelPeer:
         self.writer = CommandWriter()
         self.watched_for = 0
         """Events of the channel that are waited for."""
-
-    @property
-    def gone(self) -> bool:
-        return self.channel.fileno() < 0
+        self.gone = False
+        """Whether its connection was closed here."""
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
@@ -187,8 +185,8 @@ class ChannelBackend(RemoteBackend[C]):
             self._poller.poll(timeout)
 
     def _drop(self, peer: C) -> None:
-        fd = peer.channel.fileno()
-        if fd >= 0:
+        if not peer.gone:
+            fd, peer.gone = peer.channel.fileno(), True
             if self._by_fd.pop(fd, None) is not None:
                 self._poller.unregister(fd)
             peer.channel.close()

@@ -110,14 +110,12 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._watch(process)
 
     def _post(self, peer: ChannelPeer, ticket: int, command: m.Command) -> None:
-        channel = peer.channel
-        if channel.fileno() < 0:
+        if peer.gone:
             raise self._died(peer, "is gone")
         frame = peer.writer.write(ticket, command)
         with contextlib.suppress(ConnectionError):
-            channel.post(frame)
-        if channel.pending:
-            self._watch(peer)
+            if peer.channel.post(frame):
+                self._watch(peer)
 
     def _poll(self, timeout: float | None) -> None:
         for fd, events in interruptible(self._poller.poll, timeout):

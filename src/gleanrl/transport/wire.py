@@ -153,21 +153,16 @@ def frame_of(reply: m.Reply) -> bytes:
         return frame_of(_failed(reply.worker, reply.ticket, err, problem, advice))
 
 
-def _read_reply(frame: bytes) -> m.Reply:
+def reply_in(frame: bytes) -> m.Reply:
+    """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
     if frame[:1] == _R:
         found = _ROLLED.unpack_from(frame)
         ticket, worker, steps, frames, version, discarded = found[1:7]
         report = m.Report(steps, frames, version, discarded, None, frame[_ROLLED.size :])
         report.times, report.seconds, report.weights_s = found[7:10], found[10:15], found[15]
         return m.Rolled(worker, ticket, report)
-    reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
-    return reply
-
-
-def reply_in(frame: bytes) -> m.Reply:
-    """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
     try:
-        reply = _read_reply(frame)
+        reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
     except Exception as err:  # whatever the user's objects do when unpickled
         ticket, worker = head_of(frame)
         problem = f"the answer of worker {worker} cannot be loaded here"
@@ -253,8 +248,8 @@ class Channel:
         """Whether frames are waiting to be taken by the other side."""
         return bool(self._out)
 
-    def post(self, frame: bytes) -> None:
-        """Send ``frame`` as far as the other side takes it; `flush` sends the rest.
+    def post(self, frame: bytes) -> bool:
+        """Send ``frame`` as far as the other side takes it; tell whether `flush` has to send more.
 
         Raises:
             ConnectionError: the other side is gone.
@@ -269,6 +264,7 @@ class Channel:
                 length = len(part) + (_MORE if start + _RECORD < size else 0)
                 self._out += memoryview(self._head(length, part)), part
         self.flush()
+        return bool(self._out)
 
     def _head(self, length: int, part: bytes | memoryview) -> bytes:
         """Return what comes before the bytes of a record."""
