@@ -73,7 +73,7 @@ class _Totals:
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
-    def take_in(
+    def add_rollouts(
         self, seconds: Sequence[_Seconds], ended: Sequence[Ended]
     ) -> tuple[Array, list[int]]:
         """Add up rollouts; return the episodes that ended, and how many in each."""
@@ -136,14 +136,14 @@ class Measures:
                 return
             self._settling = True
             try:
-                self._take_in([self._waiting.popleft() for _ in range(len(self._waiting))])
+                self._add_batches([self._waiting.popleft() for _ in range(len(self._waiting))])
             finally:
                 self._settling = False
 
     def _after_fork(self, consistent: bool) -> None:
         self._settling = False
 
-    def _take_in(self, batches: Sequence[_Batch]) -> None:
+    def _add_batches(self, batches: Sequence[_Batch]) -> None:
         self._bytes = 0
         rollouts: list[list[tuple[_Seconds, Ended, int]]] = [[] for _ in self._workers]
         """Of each worker, with the frames of all until then."""
@@ -172,7 +172,7 @@ class Measures:
             if not own:
                 continue
             seconds, ended, until = zip(*own, strict=True)
-            episodes, counts = worker.take_in(seconds, ended)
+            episodes, counts = worker.add_rollouts(seconds, ended)
             if len(episodes):
                 rows.append(np.column_stack((np.repeat(until, counts), episodes)))
         if rows:

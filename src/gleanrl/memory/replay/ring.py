@@ -161,7 +161,7 @@ class RingIndex:
         """Keep all others from changing the index, and finish the work of a dead process."""
         with self.lock:
             if self._h[_OP] and self.lock.depth == 1:
-                self._settle()
+                self._repair()
             yield
 
     def initialise(self, slots: int, layout: bytes) -> None:
@@ -207,7 +207,7 @@ class RingIndex:
             try:
                 yield first
             except BaseException:
-                self._settle()
+                self._repair()
                 raise
             h[_OP] = _COMPLETE
             for part in parts:
@@ -218,7 +218,7 @@ class RingIndex:
         """Forget all rows."""
         with self.section():
             self._begin(_EMPTY, int(self._h[_CURSOR]), 0 if count else self.count)
-            self._settle()
+            self._repair()
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Split positions into ``(start, stop)`` places and the offset of the first in them."""
@@ -331,7 +331,7 @@ class RingIndex:
         h[_CHANGES] += 1
         h[_OP] = 0
 
-    def _settle(self) -> None:
+    def _repair(self) -> None:
         """Complete or undo a change that was begun; a second call changes nothing."""
         h, numbers, count = self._h, self.sequence, int(self._h[_TO_COUNT])
         if h[_OP] == _COMPLETE:
