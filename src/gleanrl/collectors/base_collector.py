@@ -790,7 +790,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._finish_filling()  # the state counts every row that is in the buffer
             states = self._states()
             counts = {"frames": self._budget.delivered, "iter": self._batches}
-            return {**states, **counts, "statistics": self._watching.state_dict()}
+            return {**states, **counts, "statistics": self._watching.measures.state_dict()}
 
     @abc.abstractmethod
     def _states(self) -> dict[str, Any]:
@@ -875,7 +875,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             "closed": engine.closed,
             "running": self.is_running(),
             "failed": engine.failure is not None,
-            **self._watching.stats(),
+            **self._watching.measures.stats(),
         }
         if total is not None:
             stats["total_frames"] = total

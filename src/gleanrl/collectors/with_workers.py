@@ -134,7 +134,7 @@ class CollectorWithWorkers(BaseCollector):
                 "policy_version": tally.policy_version,
                 "alive": worker in alive,
                 "pid": engine.processes[worker][0],
-                **self._watching.stats(worker),
+                **self._watching.measures.stats(worker),
             }
             stats.update({f"worker_{worker}/{name}": value for name, value in own.items()})
         return stats

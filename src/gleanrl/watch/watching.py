@@ -73,11 +73,12 @@ class Watching:
         """
         self._engine, self._budget, self._started = engine, budget, time.time()
         self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
-        self._measures = Measures(engine.workers)
+        self.measures = Measures(engine.workers)
+        """The statistics."""
         if not engine.backend.inline:  # else nobody works meanwhile
-            engine.gather.meanwhile = self._measures.settle_early
+            engine.gather.meanwhile = self.measures.settle_early
         if self._progress is not None:
-            facts = partial(_facts, engine, budget, self._measures)
+            facts = partial(_facts, engine, budget, self.measures)
             self._progress.follow(facts, budget.limits.total_frames)
             weakref.finalize(self, self._progress.close)
         weakref.finalize(self, self._loggers.close)
@@ -105,14 +106,14 @@ class Watching:
             requested: When the learner requested it.
             status: Returns what `status` does.
         """
-        now = self._measures.add(reports, version, requested)
+        now = self.measures.add(reports, version, requested)
         for watcher in self._watchers:
             watcher(reports, version)
         if (timeline := self._timeline) is not None:
             timeline.gathered(reports, version, requested)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
-        if now >= self._measures.show_due or self._budget.delivered >= self._last:
+        if now >= self.measures.show_due or self._budget.delivered >= self._last:
             self._show(status)
 
     def failed(self, status: Callable[[], Status]) -> None:
@@ -121,28 +122,20 @@ class Watching:
         self._show(status)
 
     def _show(self, status: Callable[[], Status]) -> None:
-        self._measures.settle()  # for the progress line, too: its thread would need more time
+        self.measures.settle()  # for the progress line, too: its thread would need more time
         began = time.monotonic()
         self._file.write(status)
         end = time.monotonic()
-        self._measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
+        self.measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
     def published(self, requested: float, version: int) -> None:
         """Add an update of weights that began at its request (``requested``)."""
         if (timeline := self._timeline) is not None:
             timeline.published(requested, version)
 
-    def stats(self, worker: int | None = None) -> dict[str, float]:
-        """Return rates, episodes, shares of time and lag; see `Measures.stats`."""
-        return self._measures.stats(worker)
-
-    def state_dict(self) -> Any:
-        """Return the state of the statistics; see `Measures.state_dict`."""
-        return self._measures.state_dict()
-
     def load_state_dict(self, state: Any, frames: int) -> None:
         """Continue statistics from ``state``, and logs from a run of so many ``frames``."""
-        self._measures.load_state_dict(state)
+        self.measures.load_state_dict(state)
         self._loggers.resume(frames)
 
     def status(self, collector: str, stats: Stats) -> Status:
@@ -166,7 +159,7 @@ class Watching:
         if self._engine.failure is not None:
             facts.append(("failed with", repr(self._engine.failure)))
         losses = tuple(self._engine.newest_losses)
-        save(path, self._measures.history.page(self._name, facts, status["stats"], losses))
+        save(path, self.measures.history.page(self._name, facts, status["stats"], losses))
 
     @contextmanager
     def timeline(self, path: str | Path) -> Iterator[None]:
