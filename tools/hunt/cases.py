@@ -56,7 +56,7 @@ class Case:
     background: bool = False
     """Whether `start` fills the sink."""
     writers: int = 1
-    """Collectors that fill the sink one after the other."""
+    """Collectors that fill the sink: in turns, or in the background one after the other."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the collector, as `tools.hunt.build` reads them."""
     events: tuple[str, ...] = ()
@@ -221,6 +221,7 @@ def allowed(case: Case, name: str) -> bool:
         "policy_factory": case.policy != "random" and case.backend != "here",
         "trust_policy": case.policy not in ("module", "numpy", "random"),
         "init_random_frames": case.policy not in ("recurrent", "initial") and case.writers == 1,
+        "logger": case.writers == 1,
         "weight_updater": case.backend in ("sync", "async") and case.policy != "random",
         "weight_sync_schemes": case.backend in ("sync", "async"),
         "update_at_each_batch": case.policy != "random",
@@ -320,7 +321,8 @@ def draw(number: int) -> Case:
     barred = {"reload"} if sink == "recorder" else set()
     barred |= {"update", "some", "each", "reload", "evaluate"} if policy == "perturbed" else set()
     may = tuple(event for event in EVENTS if event not in barred)
-    events = tuple(chance.choice(may) if chance.random() < 0.5 else "" for _ in range(batches))
+    share = chance.choice([0.0, 0.5, 0.5])
+    events = tuple(chance.choice(may) if chance.random() < share else "" for _ in range(batches))
     return replace(case, events=events)
 
 

@@ -127,6 +127,13 @@ class _Run:
             collector.set_seed(self.case.seed)
         return collector
 
+    def second(self) -> Any:
+        """Build another collector, with a policy of its own, that fills the same sink."""
+        kept, self.policy = self.policy, make_policy(self.case.policy, self.case.env)[0]
+        collector = self.open()
+        self.policy = kept
+        return collector
+
     def send(self, **how: Any) -> None:
         """Make new weights, and send them."""
         if self.policy is None:
@@ -336,9 +343,12 @@ def iterate(case: Case, **more: Any) -> list[TensorDictBase]:
     """Run a case whose collector is iterated over; return the batches."""
     with ExitStack() as stack:
         run = _Run(case, stack, **more)
+        other = run.second() if case.writers > 1 else None
         for event in case.events:
             if not run.batch():
                 break
+            if other is not None:
+                other.next()
             run.check_warned()
             run.check_sample()
             run.happen(event)
