@@ -175,7 +175,7 @@ class ParallelEnv(RowEnv):
             create_env_kwargs: Arguments of the callable, or of each of them.
             num_envs: Environments; each worker steps several if they are more than workers.
                 ``num_workers`` by default.
-            device: Where data are returned; the environments' own device by default.
+            device: Device of returned data; the environments' own by default.
             num_sub_threads: torch threads of each worker.
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
@@ -340,7 +340,7 @@ class ParallelEnv(RowEnv):
     # -- everything else -------------------------------------------------------------------------
 
     def get_attr(self, path: str) -> list[Any]:
-        """Return what ``path`` names in every environment, ``"members[0].unwrapped.gravity"`` say.
+        """Return the object at ``path`` in every environment: ``"members[0].unwrapped.gravity"``.
 
         Raises:
             AttributeError: there is nothing of that name.

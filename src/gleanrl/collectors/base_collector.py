@@ -587,7 +587,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     ) -> None:
         """Set the models that the collector around this one may update.
 
-        What a parent publishes arrives by itself, for all models unless some were named here.
+        The weights of a parent arrive by themselves: for all models, unless some were named here.
 
         Args:
             weight_recv_schemes: By model id; those registered before under other ids stay. A
@@ -595,7 +595,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             synchronize_weights: Accepted for compatibility: there is nothing to wait for.
 
         Raises:
-            ConfigError: one that is no scheme.
+            ConfigError: a value is not a scheme.
         """
         check_schemes(weight_recv_schemes)
         self._receivers = {**self._receivers, **weight_recv_schemes}
@@ -609,10 +609,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
     ) -> None:
         """Apply weights of the policy and pass them on to the workers.
 
-        Without weights nothing is to be done: what a parent publishes arrives by itself.
+        Without weights the call does nothing, because the weights of a parent arrive by themselves.
 
         Raises:
-            ConfigError: weights, where `register_scheme_receiver` has named who sends them.
+            ConfigError: there are weights, and `register_scheme_receiver` has named their sender.
         """
         source = one_of(policy_or_weights, weights, policy)
         if source is None:

@@ -480,7 +480,7 @@ class Evaluator:
         Raises:
             WeightsError: weights that do not fit.
             ClosedError: the evaluator was shut down.
-            WorkerError: what user code raised in the worker.
+            WorkerError: user code raised in the worker.
             WorkerDied: the worker's process ended.
             CollectorTimeout: it took longer than ``timeout`` seconds.
         """

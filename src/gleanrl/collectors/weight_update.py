@@ -99,9 +99,9 @@ class WeightUpdaterBase:
         """Send weights to workers and call the post hooks.
 
         Args:
-            policy_or_weights: A module, a `TensorDict` or a state dict; by default what
-                ``_get_server_weights`` returns.
-            worker_ids: Which workers; by default what `all_worker_ids` returns.
+            policy_or_weights: A module, a `TensorDict` or a state dict; by default the result of
+                ``_get_server_weights``.
+            worker_ids: The workers; by default the result of `all_worker_ids`.
 
         Raises:
             TypeError: there are no weights.

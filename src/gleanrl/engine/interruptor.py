@@ -14,8 +14,8 @@ class Interruptor:
     """A flag that ends rollouts after their current step.
 
     Hand it to a collector and call `stop_collection` from another thread, a hook or the
-    environment. A rollout that was stopped keeps its shape: what it did not reach is zero, has
-    trajectory id -1 and is False in ``("collector", "mask")``.
+    environment. A stopped rollout keeps its shape. Steps that it did not reach are zero, have
+    trajectory id -1 and are False in ``("collector", "mask")``.
     """
 
     def __init__(self) -> None:

@@ -547,7 +547,7 @@ class Session:
         Args:
             timeout: Seconds it may take.
             close_env: ``False`` leaves the environments open.
-            raise_on_error: Raise what closing an environment raised.
+            raise_on_error: Raise the exception of an environment's ``close``.
         """
         if self.closed:
             return

@@ -89,7 +89,7 @@ def split_trajectories(
             trajectory needs padding.
         prefix: Entry with ``"traj_ids"`` and ``"mask"``; by default ``"collector"`` if the batch
             has it, the root otherwise.
-        trajectory_key: Where the ids are, instead of ``prefix``; the mask goes beside them.
+        trajectory_key: Entry of the ids, instead of ``prefix``; the mask is next to it.
         done_key: The flag under ``"next"`` to use if there are no ids; by default all end flags.
         as_nested: Return nested tensors instead of padded ones: ``True`` for strided ones or a
             ``torch.layout``. There is no mask then, as nothing is padded.
@@ -511,10 +511,10 @@ class MultiStep(nn.Module):
 
         Args:
             gamma: Discount per step, in (0, 1].
-            n_steps: Rewards summed at most; 1 leaves transitions as they are.
+            n_steps: Largest number of summed rewards; 1 changes no transition.
             reward_keys: Rewards under ``"next"`` to sum; by default all leaves named ``"reward"``.
-            mask_key: Where the batch marks frames that were collected, if it does.
-            ids_key: Where trajectory ids are, if there are any; end flags are always used.
+            mask_key: Entry of the batch that marks valid frames, if it has one.
+            ids_key: Entry of trajectory ids, if there is one; end flags are always used.
 
         Raises:
             ConfigError: a number is out of range.
@@ -542,7 +542,7 @@ class MultiStep(nn.Module):
 
         Returns:
             The same entries in a new container, those under ``"next"`` replaced, and in addition
-            ``("next", "original_reward")`` (beside each reward: what it was), and in the batch's
+            ``("next", "original_reward")`` (next to each reward, its old value), and in the batch's
             shape ``"steps_to_next_obs"`` (int64, ``1 .. n_steps``), ``"gamma"`` (float32, the
             discount of the next observation's value) and ``"nonterminal"`` (bool, False on the last
             frame of every trajectory of the batch and on frames never collected).

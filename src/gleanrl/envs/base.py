@@ -322,7 +322,7 @@ class EnvBase(nn.Module, abc.ABC):
             tensordict: Root data, updated in place. If it has ``"_reset"`` masks, only environments
                 that they name are reset, and the others keep their data.
             set_state: Accepted for compatibility, without effect.
-            options: Passed on to what is wrapped.
+            options: Options for the wrapped environment.
 
         Returns:
             ``tensordict``, or the new root data.
@@ -474,13 +474,13 @@ class EnvBase(nn.Module, abc.ABC):
                 acts at random.
             callback: Called with this environment and each finished step.
             auto_reset: Start with `reset`; otherwise with ``tensordict``.
-            break_when_any_done: Stop where an episode ends; the default. Otherwise it is reset and
-                goes on.
+            break_when_any_done: Stop when an episode ends (the default). Otherwise environments are
+                reset and continue.
             break_when_all_done: Stop once every environment has ended; one that has repeats its
                 last step until then. It is reset meanwhile, and its next episode is dropped.
             return_contiguous: Accepted for compatibility: steps are stacked densely if they can be.
             tensordict: Root data to start with if ``auto_reset`` is false.
-            set_truncated: Mark the last step as truncated where the episode did not end by itself.
+            set_truncated: Mark the last step as truncated if the episode did not end by itself.
             trust_policy: Accepted for compatibility, without effect.
             storing_device: Where data are returned.
             set_state: Accepted for compatibility, without effect.
@@ -588,7 +588,7 @@ class EnvBase(nn.Module, abc.ABC):
             The seed of the last environment.
 
         Raises:
-            ConfigError: ``seed`` is no whole number of 0 or more.
+            ConfigError: ``seed`` is not a whole number of 0 or more.
         """
         if seed is not None or self._returns_all:
             seed = check_int("seed", seed, least=0)

@@ -278,7 +278,7 @@ class GymnasiumEnv(WindowEnv):
         """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on.
 
         Raises:
-            ConfigError: ``seed`` is no whole number of 0 or more.
+            ConfigError: ``seed`` is not a whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
         self._seeds = [seed if static else seed + i for i in range(len(self.envs))]

@@ -56,7 +56,7 @@ class SerialEnv(EnvBase):
         """Make the environments.
 
         Args:
-            num_workers: How many.
+            num_workers: Number of environments.
             create_env_fn: An id, or a callable that makes one per call; or one of these for each.
             create_env_kwargs: Arguments of the callable, or of each of them.
             device: Where data are returned; the environments' own device by default.

@@ -524,8 +524,8 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
 
         Args:
             specs: By name; nested keys are tuples. Mappings become groups, ``None`` is left open.
-            shape: What the shapes of all of them start with.
-            device: Specs are taken to it. ``None`` leaves them where they are.
+            shape: The leading dimensions of all specs.
+            device: The device of all specs; ``None`` leaves each on its own.
             named: More specs. TorchRL's further options are accepted without effect.
         """
         self._specs: dict[str, Any] = {}
@@ -547,7 +547,7 @@ class Composite(TensorSpec, MutableMapping[Any, Any]):
     def items(  # type: ignore[override]  # more than a mapping has
         self, include_nested: bool = False, leaves_only: bool = False, **unused: Any
     ) -> list[tuple[Any, Any]]:
-        """Return names with their specs; of groups within groups, too, if ``include_nested``."""
+        """Return names with their specs, also those of inner groups if ``include_nested``."""
         found: list[tuple[Any, Any]] = []
         for name, spec in self._specs.items():
             group = isinstance(spec, Composite)

@@ -173,7 +173,7 @@ class VectorAdapter(WindowEnv):
         whole, also if ``static``.
 
         Raises:
-            ConfigError: ``seed`` is no whole number of 0 or more.
+            ConfigError: ``seed`` is not a whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)

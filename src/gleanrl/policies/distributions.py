@@ -59,9 +59,9 @@ class IndependentNormal(D.Independent):  # type: ignore[type-arg]
 class TanhNormal(D.TransformedDistribution):
     """The hyperbolic tangent of Gaussians, stretched to ``low`` and ``high``.
 
-    `log_prob` finds out what an action was before tanh. Where tanh rounded it, that is the closest
-    number that is not rounded, and without gradient: to sample *and* score, as SAC does, call
-    `rsample_and_log_prob`. Actions beyond the bounds are scored as those at the bounds.
+    `log_prob` computes the value of an action before tanh. If tanh rounded it to a bound, this is
+    the closest number that is not rounded, without gradient; so to sample *and* score, as SAC does,
+    call `rsample_and_log_prob`. Actions beyond the bounds are scored like actions at the bounds.
 
     Args:
         loc: means ``[..., A]`` before tanh.

@@ -29,7 +29,7 @@ class RandomPolicy:
         Args:
             action_spec: A spec of one action, of a whole batch of them, or a composite of specs by
                 action key; anything with ``shape`` and ``rand(shape)``.
-            action_key: Where the action is written; a composite brings its own keys.
+            action_key: Entry of the action; a composite has keys of its own.
         """
         self.action_spec = action_spec
         self.action_key = action_key

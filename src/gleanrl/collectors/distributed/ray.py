@@ -62,7 +62,7 @@ class RayCollector(CollectorWithWorkers):
         Raises:
             ConfigError: an argument is wrong or contradicts another (a `ValueError`).
             ImportError: Ray is not installed.
-            WorkerError: what an actor raised; it is an instance of its own class as well.
+            WorkerError: an exception of an actor; it is an instance of its own class as well.
             WorkerDied: an actor died while starting.
             CollectorTimeout: actors did not come up in time.
         """
@@ -123,15 +123,15 @@ class RayCollector(CollectorWithWorkers):
         out over all actors.
 
         Args:
-            create_env_fn: What the new actors collect from: a list, or one for all.
-            num_envs: How many actors, where one environment is given for all.
+            create_env_fn: The environments of the new actors: a list, or one entry for all.
+            num_envs: Number of actors, if there is one environment for all.
             policy: ``None`` or the collector's own: there is one for all actors.
             collector_kwargs: Further arguments of the new actors' collectors; or a list.
             remote_configs: Options of the new actors; or a list.
 
         Raises:
-            RuntimeError: a batch, an update, a seed or a state was asked for already.
-            ConfigError: another policy, or what the constructor would not accept.
+            RuntimeError: a batch, an update, a seed or a state was requested before.
+            ConfigError: another policy, or arguments that the constructor refuses.
         """
         if self._touched or self._engine.closed:
             raise RuntimeError(
@@ -175,7 +175,7 @@ class RayCollector(CollectorWithWorkers):
         Args:
             timeout: Seconds it may take; 10 by default.
             close_env: Only ``True``: environments end with their actor.
-            raise_on_error: Raise what closing an environment raised.
+            raise_on_error: Raise the exception of an environment's ``close``.
             shutdown_ray: Disconnect from Ray, where the collector had connected to it and no other
                 collector uses it; ``False`` leaves that to you.
         """

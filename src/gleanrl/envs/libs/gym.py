@@ -56,12 +56,12 @@ class GymEnv(RowEnv):
             num_envs: Make this many, batch size ``[num_envs]``; ``None`` or 0 for a single one.
             device: Where data are returned.
             frame_skip: Repeat every action this many times and add the rewards up.
-            from_pixels: Show what is rendered, ``[height, width, 3]`` uint8, as ``"pixels"``.
-            pixels_only: Show nothing else then.
+            from_pixels: Add the rendered picture, ``[height, width, 3]`` uint8, as ``"pixels"``.
+            pixels_only: With ``from_pixels``, leave out all other observations.
             categorical_action_encoding: Discrete actions as indices; otherwise as one-hot vectors.
             observation_dtype: Cast floating observations to this dtype.
-            info_keys: Numeric ``info`` entries to deliver beside the observation: names (float32
-                scalars), or names with shape and dtype. Zero where ``info`` lacks one.
+            info_keys: Numeric ``info`` entries to deliver in addition: names (float32 scalars), or
+                names with shape and dtype. An entry that ``info`` lacks is zero.
             make_kwargs: Passed on to `gymnasium.make` or the callable.
 
         Raises:

@@ -104,7 +104,7 @@ class PettingZooEnv(RowEnv):
             done_on_any: End the episode when the first agent ends, instead of the last. By default
                 true for parallel environments and false for turn-based ones.
             device: Where data are returned.
-            make_kwargs: Passed on to what makes the environment.
+            make_kwargs: Arguments of the function that makes the environment.
 
         Raises:
             UnknownEnvError: an id that does not exist.

@@ -23,7 +23,7 @@ def poll_interval(waited: float) -> float:
 
 
 class RateLimiter:
-    """Bounds how many rows are sampled per inserted frame while a collector is running.
+    """Bounds the rows sampled per inserted frame while a collector runs.
 
     Counting begins with the first sample; before it, a collector fills the buffer freely. From then
     on, ``samples`` is the number of rows sampled and ``inserts`` the number of frames stored, both

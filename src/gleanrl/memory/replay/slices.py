@@ -38,10 +38,10 @@ class SliceSampler(Sampler):
     Args:
         num_slices: Slices per batch; the batch size is divided by it.
         slice_len: Steps per slice; give this or ``num_slices``.
-        traj_key: Entry that tells trajectories apart, in addition to ``("collector",
+        traj_key: Entry that identifies trajectories, in addition to ``("collector",
             "traj_ids")`` if that is stored.
-        end_key: Entry that is true at the last step of a trajectory; ``("next", "done")`` by
-            default where there is no entry that tells them apart.
+        end_key: Entry that is true at the last step of a trajectory; by default
+            ``("next", "done")``, if no entry identifies trajectories.
         strict_length: Draw from trajectories with at least ``slice_len`` steps only; otherwise
             shorter ones are taken whole, and batches are smaller.
         truncated_key: Where the ends of slices are marked in the batch (and ``"done"`` next to it);

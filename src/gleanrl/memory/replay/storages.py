@@ -220,7 +220,7 @@ class LazyTensorStorage(Storage):
 
     Args:
         max_size: Frames to hold.
-        device: Where they lie; ``None`` is the CPU. Samples come out there.
+        device: Device of rows and samples; ``None`` is the CPU.
         ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
             another (``max_size // envs`` steps are kept).
         compact: Store an observation once where the next row begins with the observation of
@@ -475,7 +475,7 @@ class LazyMemmapStorage(LazyTensorStorage):
 
     Args:
         max_size: Frames to hold.
-        scratch_dir: Where the file lies; the system's directory for temporary files by default.
+        scratch_dir: Directory of the file; the system's for temporary files by default.
         ndim: As in `LazyTensorStorage`.
         compact: As in `LazyTensorStorage`.
     """

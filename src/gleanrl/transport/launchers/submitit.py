@@ -424,7 +424,7 @@ class DelayedLauncher:
 class submitit_delayed_launcher:  # the name that users know
     """Decorates a function so that calling it submits it as a job, and nodes for its collector.
 
-    Calling it waits for the end of the main job and returns what the function returned. The nodes
+    A call waits for the end of the main job and returns the result of the function. The nodes
     serve one collector.
     """
 
