@@ -18,14 +18,6 @@ from tools.hunt.worlds import GROUP, NUMBER, STEP, at_reset
 MODES = {mode: float(at) for at, mode in enumerate(InteractionType)}
 
 
-class _Same(nn.Module):
-    """A parametrization that changes no value."""
-
-    def forward(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of its own."""
-        return bias + 0.0
-
-
 class Acting(nn.Module):
     """Acts with its tag, and with a function of the observation; both are one linear layer.
 
@@ -42,14 +34,25 @@ class Acting(nn.Module):
             self.layer.weight[1, NUMBER], self.layer.weight[1, STEP] = 1.0, 16.0
             self.layer.bias.zero_()
         if extra == "cached":
-            parametrize.register_parametrization(self.layer, "bias", _Same())
+            nn.utils.parametrizations.weight_norm(self.layer, "bias", dim=-1)
+            length, direction = self._bias()
+            with torch.no_grad():
+                length.zero_()
+                direction.copy_(torch.tensor([1.0, 0.0]))
 
     def tag(self, version: int) -> None:
         """Make weights of ``version``."""
-        layer: Any = self.layer
-        bias = layer.parametrizations.bias.original if self.extra == "cached" else layer.bias
         with torch.no_grad():
-            bias[0] = float(version)
+            if self.extra == "cached":
+                self._bias()[0].fill_(float(version))
+            else:
+                self.layer.bias[0] = float(version)
+
+    def _bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return length and direction of a parametrized bias."""
+        layer: Any = self.layer
+        parts = layer.parametrizations.bias
+        return parts.original0, parts.original1
 
     def forward(
         self,
