@@ -69,8 +69,8 @@ def windows(env, policy, steps=STEPS):
 def run(policy, window, carry, kind=RANDOM, steps=None, ends=None):
     """Make one rollout; ``ends`` maps steps to the environments that end there."""
     steps = window.steps if steps is None else steps
-    provided = Provided(policy.states, policy.provided)
-    provided.begin(window, carry, np.zeros(window.envs, np.int64))
+    provided = Provided(policy.states, policy.provided, carry)
+    provided.begin(window, np.zeros(window.envs, np.int64))
     with torch.no_grad(), set_exploration_type(kind):
         policy.begin(window, carry)
         for t in range(steps):

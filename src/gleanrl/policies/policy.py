@@ -115,6 +115,8 @@ def _device_of(
 class Actor:
     """A policy that acts on a TensorDict, and what one call of it showed."""
 
+    after: TensorDictBase
+    """The root TensorDict as the environment would have been given it after that call."""
     user: Any = None
     """What the user gave, or a copy of it."""
     policy: TensorDictPolicy | None = None
@@ -134,13 +136,8 @@ class Actor:
     """Actions that the environment wants in another dtype, which holds every value."""
 
 
-def make_actor(
-    policy: Any, contract: EnvContract, options: SourceOptions
-) -> tuple[Actor, TensorDictBase]:
+def make_actor(policy: Any, contract: EnvContract, options: SourceOptions) -> Actor:
     """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
-
-    Returns:
-        The actor, and the root as the environment would have been given it.
 
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
@@ -158,7 +155,7 @@ def make_actor(
         adapted, zeros, states, provided = learn_dynamic(policy, contract, given, options)
         call, _ = _accelerate(adapted.call, options, device)
         acting, keys = TensorDictPolicy(call, shows_device=named), tuple(s.key for s in states)
-        return Actor(policy, acting, states, keys, provided, zeros, away), root
+        return Actor(root, policy, acting, states, keys, provided, zeros, away)
     adapted, signature = learn(policy, contract, given, options)
     call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
@@ -168,7 +165,7 @@ def make_actor(
         device,
         shows_device=named,
     )
-    return signed_actor(policy, on_tensordict, signature, contract, away), signature.after
+    return signed_actor(policy, on_tensordict, signature, contract, away)
 
 
 def _away(
@@ -197,6 +194,7 @@ def signed_actor(
             zero_outputs.set(field.key, torch.zeros_like(outputs[field.key]))
     after = {key: outputs[next_key(key)] for key in signature.states}
     return Actor(
+        signature.after,
         user=user,
         policy=policy,
         states=tuple(Field(key, tuple(v.shape[ndim:]), v.dtype) for key, v in after.items()),

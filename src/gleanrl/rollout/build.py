@@ -40,7 +40,6 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
-from gleanrl.rollout.finished_steps import expect, shown_entries
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
@@ -118,23 +117,15 @@ class SourceBuilder:
         if known is not None:
             away = None if known.device.type == "cpu" else known.device
             actor = signed_actor(known.inner, known.on_tensordict, known.signature, contract, away)
-            after = known.signature.after
         else:
-            actor, after = self._actor(env, contract)
+            actor = self._actor(env, contract)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
-        expected = None
-        if layout is not None and self.options.fast:
-            expected = expect(env, layout, after, actor, self.options)
-        recorded = shown_entries(contract, handle.ends.keys, after)
-        return TensorDictRollout(
-            handle, actor, self.options, expected=expected, shown=recorded, why=why
-        )
+        return TensorDictRollout(handle, actor, contract, self.options, why)
 
-    def _actor(self, env: Any, contract: EnvContract) -> tuple[Actor, TensorDictBase]:
-        """Return the actor, and the root as the environment would receive it."""
+    def _actor(self, env: Any, contract: EnvContract) -> Actor:
         chosen = complete_exploration(self._user_policy(), env)
         if acts_at_random(chosen) and (chosen is None or chosen.action_spec is None):
-            return Actor(), contract.root
+            return Actor(contract.root)
         return make_actor(chosen, contract, self.options)
 
     def _check_inputs(self, states: Iterable[Key], needs_is_init: bool) -> None:

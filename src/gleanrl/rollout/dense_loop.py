@@ -76,8 +76,7 @@ class DenseRollout(BaseSource):
         self._next_root = self._fields.make_next_root()
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
-        self._provided = Provided(policy.states, policy.provided)
-        self._provided.restart(self._next_root, None)
+        self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
 
     def _make_tracker(self) -> Tracker:
@@ -92,7 +91,7 @@ class DenseRollout(BaseSource):
         policy = self._random if random else self._policy
         with self.rolling():
             self._fields.begin(window, self._next_root)
-            self.tracker.begin(window, self._next_root)
+            self.tracker.begin(window)
             self._env.begin(window, self._next_root)
             policy.begin(window, self._next_root)
             act, step = self._clock.begin(policy.act, self._env.step)
@@ -123,7 +122,7 @@ class DenseRollout(BaseSource):
         if envs is None and not self._keeps:
             self._policy.forget()
         self.tracker.restart(envs)
-        self._provided.restart(self._next_root, envs)
+        self._provided.restart(envs)
 
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:

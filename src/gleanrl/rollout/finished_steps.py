@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from gleanrl.core.keys import (
     format_key,
     next_key,
 )
-from gleanrl.core.layout import EnvLayout, Field, Group
+from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import EndFlags, spec_groups
@@ -77,7 +77,7 @@ def shown_entries(
 
 
 def expect(
-    env: Any, layout: EnvLayout, root: TensorDictBase, actor: Actor, options: SourceOptions
+    env: Any, actor: Actor, contract: EnvContract, options: SourceOptions
 ) -> ExpectedSteps | None:
     """Return the expected contents of steps of ``env``, before the first step.
 
@@ -86,14 +86,17 @@ def expect(
 
     Args:
         env: The environment.
-        layout: Its side of a step.
-        root: A root TensorDict as the environment gets it.
         actor: What acts in it.
+        contract: Its side of a step.
         options: What the user asked for.
 
     Returns:
-        ``None`` where an entry does not begin with the batch dimensions of the environment.
+        ``None`` if the layout is not fixed, or where an entry does not begin with the batch
+        dimensions of the environment.
     """
+    layout, root = contract.layout, actor.after
+    if layout is None:
+        return None
     leaves = {as_key(key): value for key, value in root.items(True, True)}
     size = len(layout.batch_shape)
     plain = all(
@@ -166,27 +169,17 @@ def _groups(env: Any, root: TensorDictBase, size: int) -> Iterable[Group]:
 
 
 @dataclass(slots=True)
-class _Unstored:
-    """An entry of a step that is not stored, or was stored before."""
-
-    needed: bool = False
-    """Whether every step has it."""
-
-    def write(self, value: object, t: int) -> bool:
-        """Store ``value`` as row ``t``; return whether it fits the expectation."""
-        return True
-
-
-@dataclass(slots=True)
 class _Leaf:
     """A tensor."""
 
     rows: Sequence[torch.Tensor]
     shape: torch.Size
     dtype: torch.dtype
-    needed: bool = True
+    needed: bool
+    """Whether every step has it."""
 
     def write(self, value: object, t: int) -> bool:
+        """Store ``value`` as row ``t``; return whether it fits the expectation."""
         if not isinstance(value, torch.Tensor):
             return False
         if value.shape != self.shape or value.dtype is not self.dtype:
@@ -200,8 +193,9 @@ class _Node:
     """A nested part, or the step itself."""
 
     size: torch.Size
-    entries: dict[str, _Entry]
-    needed: bool = True
+    entries: dict[str, _Leaf | _Node] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)
+    """Entries that are not stored, or were stored before."""
 
     def write(self, value: object, t: int) -> bool:
         """Store every entry of ``value`` as row ``t``; private ones are not delivered."""
@@ -213,7 +207,7 @@ class _Node:
         for name, item in value.items():
             entry = entries.get(name)
             if entry is None:
-                if name[0] != "_":
+                if not self.knows(name):
                     return False
             elif entry.write(item, t):
                 found += 1
@@ -221,19 +215,19 @@ class _Node:
                 return False
         return found == len(entries) or self._fill(value, t)
 
+    def knows(self, name: str) -> bool:
+        """Tell whether an entry may be there that is not among `entries`."""
+        return name in self.others or name[0] == "_"
+
     def _fill(self, value: TensorDictBase, t: int) -> bool:
         """Zero the entries that ``value`` lacks; return whether it may lack all of them."""
         present = set(value.keys())
         for name, entry in self.entries.items():
             if name not in present:
-                if entry.needed:
+                if isinstance(entry, _Node) or entry.needed:
                     return False
-                if isinstance(entry, _Leaf):
-                    entry.rows[t].zero_()
+                entry.rows[t].zero_()
         return True
-
-
-_Entry: TypeAlias = _Unstored | _Leaf | _Node
 
 
 DECLARE_TRUNCATED = (
@@ -251,17 +245,20 @@ class StepRecorder:
     """
 
     def __init__(
-        self, env: Any, shown: Iterable[Key], expected: ExpectedSteps | None = None
+        self, env_name: str, shown: Iterable[Key], expected: ExpectedSteps | None = None
     ) -> None:
-        """Keep steps of ``env``, which shows ``shown``; ``expected``: ``None`` if that is open."""
-        self._env_name = type(env).__name__
+        """Keep steps of an environment.
+
+        Args:
+            env_name: What errors call it.
+            shown: Its root entries, to record before it steps.
+            expected: The contents of its steps; ``None`` if the layout is open.
+        """
+        self._env_name = env_name
         self._shown = tuple(shown)
         self._expected = expected
-        self._trees: weakref.WeakKeyDictionary[Window, tuple[_Node, _Node]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._before: _Node
-        self._after: _Node
+        self._bound: weakref.WeakKeyDictionary[Window, _Bound] = weakref.WeakKeyDictionary()
+        self._rows: _Bound
         self._t = -1
         self._fixed = False
         """Whether a step was as expected."""
@@ -276,9 +273,9 @@ class StepRecorder:
             self.steps = []
             return
         self.steps = None
-        if window not in self._trees:
-            self._trees[window] = self._bind(window, self._expected)
-        self._before, self._after = self._trees[window]
+        if window not in self._bound:
+            self._bound[window] = self._bind(window, self._expected)
+        self._rows = self._bound[window]
 
     def before(self, root: TensorDictBase) -> None:
         """Store the environment's root entries, before it steps.
@@ -287,8 +284,11 @@ class StepRecorder:
             PolicyError: one is not as it was in earlier steps.
         """
         self._t += 1
-        if self.steps is None and not _write_some(self._before, root, self._t):
-            self._open(self._before, root, False)
+        for name, leaf in () if self.steps is not None else self._rows[0]:
+            value = root.get(name, None)
+            if not leaf.write(value, self._t):
+                self._open(as_key(name), described(value), described(leaf.rows[0]))
+                break
         if self.steps is not None or not self._fixed:
             self._view = _view_of(root, self._shown)
 
@@ -300,22 +300,28 @@ class StepRecorder:
             PolicyError: another entry is not.
         """
         if self.steps is None:
-            if self._after.write(finished, self._t):
+            node = self._rows[1]
+            if node.write(finished, self._t):
                 self._fixed = True
                 return
-            self._open(self._after, finished, True)
+            self._open(*_difference(node, finished) or ((NEXT,), "ragged", "dense"))
         step = copied(finished)
         if self._view is not None:
             step.update(self._view)
         assert self.steps is not None
         self.steps.append(step)
 
-    def _open(self, expected: _Node, found: TensorDictBase, whole: bool) -> None:
-        """Keep steps as TensorDicts from now on, of which ``found`` is the first."""
+    def _open(self, key: Key, came: str, before: str) -> None:
+        """Keep steps as TensorDicts from now on, if none was stored; else raise an error.
+
+        Args:
+            key: An entry that is not what was expected.
+            came: What it is.
+            before: What it was.
+        """
         if not self._fixed:
             self._expected, self.steps = None, []
             return
-        key, came, before = _difference(expected, found, whole) or ((NEXT,), "ragged", "dense")
         from_env = key[0] == NEXT
         kind = EnvError if from_env else PolicyError
         did = "returned" if from_env else "got from the policy"
@@ -325,11 +331,10 @@ class StepRecorder:
             + (DECLARE_TRUNCATED if from_env and key[-1:] == TRUNCATED else ONE_LAYOUT)
         )
 
-    def _bind(self, window: Window, expected: ExpectedSteps) -> tuple[_Node, _Node]:
+    def _bind(self, window: Window, expected: ExpectedSteps) -> _Bound:
         layout = expected.fields.layout
         batch = layout.batch_shape
-        sizes = {group.key: (*batch, *group.shape) for group in layout.groups}
-        leaves: dict[Key, _Entry] = {
+        leaves = {
             field.key: _Leaf(
                 batch_rows(window, field.key, batch),
                 torch.Size((*batch, *field.shape)),
@@ -338,62 +343,47 @@ class StepRecorder:
             )
             for field in expected.stored
         }
-        shown = {key: leaves[key] for key in self._shown if key in leaves}
-        elsewhere = {key: _Unstored(needed=True) for key in shown}
-        elsewhere |= {key: _Unstored() for key in expected.ignored}
-        return _tree(shown, batch, sizes), _tree({**leaves, **elsewhere}, batch, sizes)
+        sizes = {group.key: torch.Size((*batch, *group.shape)) for group in layout.groups}
+        before = {key: leaves.pop(key) for key in self._shown if key in leaves}
+        root = _Node(torch.Size(batch))
+        for key, leaf in leaves.items():
+            _parent(root, key, sizes).entries[key[-1]] = leaf
+        for key in (*before, *expected.ignored):
+            _parent(root, key, sizes).others.add(key[-1])
+        return [(key[0] if len(key) == 1 else key, leaf) for key, leaf in before.items()], root
 
 
-def _tree(
-    leaves: Mapping[Key, _Entry], batch: Sequence[int], sizes: Mapping[Key, Sequence[int]]
-) -> _Node:
-    root = _Node(torch.Size(batch), {})
-    for key, leaf in leaves.items():
-        node = root
-        for depth in range(1, len(key)):
-            size = torch.Size(sizes.get(key[:depth], batch))
-            inner = node.entries.setdefault(key[depth - 1], _Node(size, {}))
-            assert isinstance(inner, _Node)
-            node = inner
-        node.entries[key[-1]] = leaf
-    return root
+_Bound: TypeAlias = tuple[list[tuple[str | Key, _Leaf]], _Node]
+"""Where a step goes in one window: before the environment steps, and afterwards."""
 
 
-def _write_some(node: _Node, data: TensorDictBase, t: int) -> bool:
-    """Write the entries of ``node`` only; ``data`` may have others."""
-    for name, entry in node.entries.items():
-        value = data.get(name, None)
-        if isinstance(entry, _Node):
-            if not isinstance(value, TensorDictBase) or not _write_some(entry, value, t):
-                return False
-        elif not entry.write(value, t):
-            return False
-    return True
+def _parent(root: _Node, key: Key, sizes: Mapping[Key, torch.Size]) -> _Node:
+    """Return the part that holds ``key``, made where it is missing."""
+    node = root
+    for depth in range(1, len(key)):
+        size = sizes.get(key[:depth], root.size)
+        inner = node.entries.setdefault(key[depth - 1], _Node(size))
+        assert isinstance(inner, _Node)
+        node = inner
+    return node
 
 
-def _difference(
-    node: _Node, data: TensorDictBase, whole: bool, at: Key = ()
-) -> tuple[Key, str, str] | None:
-    """Return the first entry of ``data`` that ``node`` does not store, and what it is and was.
-
-    ``whole``: entries that ``node`` does not know count as well.
-    """
+def _difference(node: _Node, data: TensorDictBase, at: Key = ()) -> tuple[Key, str, str] | None:
+    """Return an entry of ``data`` that ``node`` does not store, what it is and what it was."""
     for name, entry in node.entries.items():
         value, key = data.get(name, None), (*at, name)
         if isinstance(entry, _Node):
             if not isinstance(value, TensorDictBase) or value.batch_size != entry.size:
                 return key, described(value), f"of batch size {tuple(entry.size)}"
-            found = _difference(entry, value, whole, key)
+            found = _difference(entry, value, key)
             if found is not None:
                 return found
-        elif value is None and entry.needed:
-            return key, "nothing", "there"
-        elif isinstance(entry, _Leaf) and value is not None and not entry.write(value, 0):
+        elif (value is not None or entry.needed) and not entry.write(value, 0):
             return key, described(value), described(entry.rows[0])
     parts = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
-    for part in parts if whole else ():
+    for part in parts:
         for name, value in part.items():
-            if name not in node.entries and name[0] != "_":
+            if name not in node.entries and not node.knows(name):
                 return (*at, name), described(value), "not there"
     return None
 

@@ -62,7 +62,7 @@ class ResetTracker:
     def begin(self, log: StepLog) -> Callable[[int], None] | None:
         """Start a rollout; return a function to call after every step, or ``None``."""
         self._log = log
-        self._provided.begin(log.window, log.next_root, -self._born)
+        self._provided.begin(log.window, -self._born, log.next_root)
         self._waiting = np.flatnonzero(log.waiting)
         if self._pool.can_cut:
             stock = log.counts(0)
@@ -172,7 +172,7 @@ class PoolRollout(DenseRollout):
         with self.rolling():
             log.begin(self._next_root)
             self._fields.begin(window, self._next_root)
-            self.tracker.begin(log.window, log.next_root)
+            self.tracker.begin(log.window)
             self._pool.begin(log.window, log.next_root)
             policy.begin(log.window, log.next_root)
             taken, ready = self._fill(policy, log, steps, stop)

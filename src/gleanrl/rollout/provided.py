@@ -19,8 +19,12 @@ class Provided:
     steps taken in the episode before each step.
     """
 
-    def __init__(self, states: Sequence[Key], others: Collection[Key]) -> None:
-        """Provide ``states``, and of ``others`` the entries that have a meaning here."""
+    def __init__(self, states: Sequence[Key], others: Collection[Key], next_root: Window) -> None:
+        """Provide ``states``, and of ``others`` the entries that have a meaning here.
+
+        ``next_root``: the root row that begins the next rollout.
+        """
+        self._next_root = next_root
         self._firsts = dict.fromkeys(states, 0)
         if IS_INIT in others:
             self._firsts[IS_INIT] = 1
@@ -28,19 +32,21 @@ class Provided:
         self._rows: list[tuple[Sequence[Any], int]] = []
         """Per entry, the rows that follow the steps, and the value where an episode begins."""
         self._counts: Array
+        self.restart(None)
 
     def __bool__(self) -> bool:
         """Whether there is anything to provide."""
         return self._counting or bool(self._firsts)
 
-    def begin(self, window: Window, next_root: Window, ages: Array) -> None:
+    def begin(self, window: Window, ages: Array, next_root: Window | None = None) -> None:
         """Start a rollout.
 
         Args:
             window: Its row 0 holds states and ``"is_init"``.
-            next_root: Receives root row ``T``.
             ages: Steps taken in each running episode; negative before it begins.
+            next_root: Receives root row ``T``, if another window does in this rollout.
         """
+        next_root = next_root or self._next_root
         if IS_INIT in self._firsts:
             window.tensor(IS_INIT)[:, 1:] = False
             next_root.tensor(IS_INIT).zero_()
@@ -61,11 +67,11 @@ class Provided:
             later = self._counts[:, t + 1 :]
             later[index] = np.arange(later.shape[1])
 
-    def restart(self, next_root: Window, envs: Sequence[int] | None) -> None:
-        """Have ``envs`` (all if ``None``) begin episodes with the root row in ``next_root``."""
+    def restart(self, envs: Sequence[int] | None) -> None:
+        """Have ``envs`` (all if ``None``) begin episodes with the next rollout."""
         index = slice(None) if envs is None else list(envs)
         for key, first in self._firsts.items():
-            next_root.tensor(key)[index] = first
+            self._next_root.tensor(key)[index] = first
 
 
 def _rows(window: Window, key: Key) -> Sequence[Any]:

@@ -8,7 +8,7 @@ environment's reset returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     NEXT,
     TRUNCATED,
-    Key,
     as_key,
     format_key,
     is_private,
@@ -31,13 +30,19 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.tensordict import TensorDictHandle, spec_leaves
+from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
+from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.delivered_fields import DeliveredFields, check_options, end_groups
-from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, ExpectedSteps, StepRecorder
+from gleanrl.rollout.finished_steps import (
+    DECLARE_TRUNCATED,
+    StepRecorder,
+    expect,
+    shown_entries,
+)
 from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
@@ -56,10 +61,8 @@ class TensorDictRollout(BaseSource):
         self,
         handle: TensorDictHandle,
         actor: Actor,
+        contract: EnvContract,
         options: SourceOptions,
-        *,
-        expected: ExpectedSteps | None,
-        shown: Iterable[Key],
         why: str,
     ) -> None:
         """Collect from the environment of ``handle``, which was reset once.
@@ -67,9 +70,8 @@ class TensorDictRollout(BaseSource):
         Args:
             handle: The environment. Closed by `close`.
             actor: What acts.
+            contract: The environment's side of a step.
             options: What the user asked for.
-            expected: What steps are expected to be; ``None`` if they have no fixed layout.
-            shown: Root entries to record before the environment steps.
             why: Why this is the loop that fits.
 
         Raises:
@@ -83,30 +85,26 @@ class TensorDictRollout(BaseSource):
         self._batch = tuple(env.batch_size)
         groups = handle.ends.groups
         self._groups = end_groups(options, groups)
-        observed = [key for key, _ in spec_leaves(env.full_observation_spec)]
         written = () if actor.zero_outputs is None else leaves(actor.zero_outputs)
-        check_options(options, observed, self._groups, written)
+        check_options(options, contract.observed, self._groups, written)
         self.num_envs = envs = handle.num_envs
         self._given = [Field(key, (1,), dtype) for key, dtype in actor.provided.items()]
         self._next_given = Window.allocate(self._given, envs, 1)
-        self._provided = Provided((), actor.provided)
+        self._provided = Provided((), actor.provided, self._next_given)
         self.tracker = Tracker(envs, options.max_frames_per_traj, self._provided)
         # Steps are kept whole: nothing passes to the next rollout in rows.
         self._no_rows = Window({}, envs, 1)
-        self._rewards = [next_key(key) for key, _ in spec_leaves(env.full_reward_spec)]
-        self._finite = {
-            key
-            for spec in (env.full_observation_spec, env.full_reward_spec)
-            for key, _ in spec_leaves(spec)
-        }
-        hidden = map(next_key, observed) if expected is None else expected.ignored
+        self._rewards = list(map(next_key, contract.rewarded))
+        self._finite = {*contract.observed, *contract.rewarded}
+        expected = expect(env, actor, contract, options) if options.fast else None
+        hidden = map(next_key, contract.observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact_obs else ()
         self._fields = None if expected is None else expected.fields
         self._bulk = DeliveredFields(
             self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
         )
-        self._recorder = StepRecorder(env, shown, expected)
-        self._provided.restart(self._next_given, None)
+        shown = shown_entries(contract, handle.ends.keys, actor.after)
+        self._recorder = StepRecorder(handle.kind, shown, expected)
         self._zero_states(range(envs))
 
     def explain(self) -> str:
@@ -143,7 +141,7 @@ class TensorDictRollout(BaseSource):
             given = Window.allocate(self._given, self.num_envs, steps + 1)
             for key in given.keys():
                 given.tensor(key)[:, 0] = self._next_given.tensor(key)[:, 0]
-            self.tracker.begin(given, self._next_given)
+            self.tracker.begin(given)
             if self._given:
                 act = self._providing(act, given)
             self._handle.begin()
@@ -332,5 +330,5 @@ class TensorDictRollout(BaseSource):
         if self._keeps and handle.root is not before:
             handle.root = before.exclude(NEXT).update(handle.root)
         self.tracker.restart(envs)
-        self._provided.restart(self._next_given, envs)
+        self._provided.restart(envs)
         self._zero_states(range(self.num_envs) if envs is None else envs)

@@ -69,11 +69,11 @@ class Tracker:
         self._index = base + np.arange(len(self._index), dtype=np.int64)
         self._stride = stride
 
-    def begin(self, window: Window, next_root: Window) -> None:
-        """Start a rollout at step 0 of ``window``; root row ``T`` is in ``next_root``."""
+    def begin(self, window: Window) -> None:
+        """Start a rollout at step 0 of ``window``."""
         self._over, self._over_after, self._all_ends = [], [], _NONE
         if self._provided is not None:
-            self._provided.begin(window, next_root, self._age)
+            self._provided.begin(window, self._age)
         if self._max is not None:
             self._due = self._max - 1 - self._age
             self.next_due = int(self._due.min())
