@@ -35,8 +35,8 @@ from gleanrl.envs.parallel_worker import (
     EnvWorkerInfo,
 )
 from gleanrl.envs.row_env import RowEnv, write_inputs
-from gleanrl.envs.stock import Methods
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
+from gleanrl.envs.unmodified import Methods
 from gleanrl.memory.arena import Order, Slab
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
@@ -310,7 +310,7 @@ class ParallelEnv(RowEnv):
         One message to each worker, where `step` and `maybe_reset` take two; those are called where
         a method was replaced.
         """
-        if not _STEPPING.kept_by(type(self), self):
+        if not _STEPPING.kept_by(self):
             return super().step_and_maybe_reset(tensordict)
         self._carry_out(EnvCommand.STEP_AND_RESET, tensordict)
         finished = self._finish(tensordict, self._complete(self._copy(self._after)))
@@ -328,7 +328,8 @@ class ParallelEnv(RowEnv):
             self._exchange.write(data)
             self._exchange.carry_out(command, self._timeout)
 
-    def _restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+    def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Have workers reset within the row: all environments, or those in the masks."""
         with self._workers() as engine:
             calls: dict[int, m.Command] = {}
             for worker, part in enumerate(self._parts):

@@ -24,6 +24,7 @@ from gleanrl.envs.tensordict import (
     widened,
     with_all_flags,
 )
+from gleanrl.envs.unmodified import unmodified
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
@@ -197,7 +198,8 @@ class EnvBase(nn.Module, abc.ABC):
 
         A collector steps such rows directly. Internal to the package.
         """
-        return False
+        on_host = self._device is None or self._device.type == "cpu"
+        return on_host and not self.specs_assigned and unmodified(self)
 
     # -- for subclasses --------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
-from gleanrl.envs.stock import is_stock, stock
+from gleanrl.envs.unmodified import remembered, unmodified
 from gleanrl.envs.validation import (
     check_flag,
     check_reset,
@@ -151,12 +151,9 @@ class GymnasiumEnv(WindowEnv):
         return own if self.face is None else self.face
 
     def joined(
-        self, others: Sequence[EnvRows], face: EnvBase, options: GymOptions | None, fresh: bool
+        self, others: Sequence[Any], face: EnvBase, options: GymOptions | None, fresh: bool
     ) -> GymnasiumEnv | None:
-        parts = [part for part in (self, *others) if type(part) is GymnasiumEnv]
-        own = self.options
-        if len(parts) <= len(others) or any(part.options != own for part in parts):
-            return None
+        parts, own = [self, *others], self.options
         if options is not None:
             categorical = options.categorical_action_encoding and own.categorical_action_encoding
             own = GymOptions(
@@ -165,7 +162,10 @@ class GymnasiumEnv(WindowEnv):
                 info_keys=options.info_keys or own.info_keys,
             )
         envs = [env for part in parts for env in part.envs]
-        check_same_spaces(envs)
+        if (error := unlike_spaces(envs)) is not None:
+            if options is None:
+                return None
+            raise error
         return GymnasiumEnv(
             [without_call_checks(env) for env in envs] if fresh else envs,
             tuple(face.batch_size),
@@ -292,23 +292,23 @@ class GymnasiumEnv(WindowEnv):
         close_all(envs)
 
 
-def check_same_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
-    """Find environments that cannot be collected in one batch.
-
-    Raises:
-        ConfigError: names the first whose spaces differ from those of environment 0.
-    """
+def unlike_spaces(envs: Sequence[gym.Env[Any, Any]]) -> ConfigError | None:
+    """Return the error for the first environment whose spaces are not those of environment 0."""
     for env, other in enumerate(envs):
         for name in ("observation_space", "action_space"):
             first, mine = getattr(envs[0], name), getattr(other, name)
             if mine != first:
-                raise ConfigError(
+                return ConfigError(
                     f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
                     "collected in one batch must agree"
                 )
+    return None
 
 
-_CALL_CHECKS = (stock(gym.wrappers.OrderEnforcing), stock(gym.wrappers.PassiveEnvChecker))
+_CALL_CHECKS = (
+    remembered(gym.wrappers.OrderEnforcing),
+    remembered(gym.wrappers.PassiveEnvChecker),
+)
 
 
 def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
@@ -328,7 +328,7 @@ def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 
 
 def _only_checks(env: gym.Env[Any, Any]) -> bool:
-    return type(env) in _CALL_CHECKS and is_stock(env)
+    return type(env) in _CALL_CHECKS and unmodified(env)
 
 
 def _check_result(env: int, result: Any) -> None:

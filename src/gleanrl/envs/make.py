@@ -10,7 +10,7 @@ import gymnasium as gym
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import SourceOptions
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
-from gleanrl.envs.gymnasium import GymnasiumEnv, check_same_spaces, without_call_checks
+from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
@@ -75,7 +75,8 @@ def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Mad
     if all(isinstance(env, gym.Env) and not is_vector_env(env) for env in built):
         fresh = {id(env) for env in made}
         envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
-        check_same_spaces(envs)
+        if (error := unlike_spaces(envs)) is not None:
+            raise error
         return GymnasiumEnv(envs, (len(envs),), options.storing())
     if all(is_tensordict_env(env) for env in built):
         return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))

@@ -17,7 +17,7 @@ from gleanrl.core.protocols import Env
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
-from gleanrl.envs.stock import is_stock, stock
+from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
 
@@ -42,12 +42,12 @@ class EnvRows(Env):
         return self if self.face is None else self.face
 
     def joined(
-        self, others: Sequence[EnvRows], face: EnvBase, options: GymOptions | None, fresh: bool
+        self, others: Sequence[Any], face: EnvBase, options: GymOptions | None, fresh: bool
     ) -> EnvRows | None:
         """Return rows that step the members of these and of ``others``, in place of ``face``.
 
         Args:
-            others: More rows.
+            others: More rows of this class, with the same `options`.
             face: What the rows were taken out of; they get its batch size.
             options: How the user wants data to be stored; ``None`` leaves that to the rows.
             fresh: Whether nobody else uses the members, so that they may be changed.
@@ -91,7 +91,7 @@ class EnvRows(Env):
         """Do nothing: there is nothing to release."""
 
 
-@stock
+@remembered
 class RowEnv(EnvBase):
     """TensorDict methods over rows: inputs are written to a row, results are copied out of it."""
 
@@ -144,10 +144,6 @@ class RowEnv(EnvBase):
                 masked.update_mask(mask.view(*layout.batch_shape, *mask.shape[1:]))
         return trees
 
-    def is_face(self) -> bool:
-        on_host = self.device is None or self.device.type == "cpu"
-        return on_host and not self.specs_assigned and is_stock(self)
-
     # -- the row, which workers of `ParallelEnv` share with their learner -------------------------
 
     def bind(self, window: Window) -> None:
@@ -174,7 +170,7 @@ class RowEnv(EnvBase):
             self.rows.reset(self._window, ended)
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Reset all environments within the row, or those in the mask of whole environments."""
+        """Reset within the row: all environments, or those in the mask of whole environments."""
         mask = masks.get(("_reset",))
         chosen = None if mask is None else torch.nonzero(mask.flatten()).flatten().tolist()
         self.rows.reset(self._window, chosen, **options)
@@ -186,10 +182,6 @@ class RowEnv(EnvBase):
         write_inputs(data, self._given)
         self.step_row()
 
-    def _restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Reset within the row: all environments, or those in ``masks``."""
-        self.reset_row(masks, options)
-
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._advance(tensordict)
         return self._copy(self._after)
@@ -198,7 +190,7 @@ class RowEnv(EnvBase):
         data: Any = {} if tensordict is None else tensordict
         found = ((key, data.get(key, None)) for key in self._env_specs.ends.reset_keys)
         masks = {key: mask.cpu() for key, mask in found if mask is not None}
-        self._restart(masks, options)
+        self.reset_row(masks, options)
         root = self._copy(self._root)
         if tensordict is not None and masks:
             flat = [mask.reshape(*self._batch, -1).any(-1) for mask in masks.values()]

@@ -18,7 +18,6 @@ from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.specs import masked_specs
-from gleanrl.envs.stock import is_stock, stock
 from gleanrl.envs.tensordict import (
     EndFlags,
     check_alike,
@@ -26,9 +25,10 @@ from gleanrl.envs.tensordict import (
     spec_trees,
     widened,
 )
+from gleanrl.envs.unmodified import remembered
 
 
-@stock
+@remembered
 class SerialEnv(EnvBase):
     """``num_workers`` environments of one kind, batch size ``[num_workers, *theirs]``.
 
@@ -145,9 +145,8 @@ class SerialEnv(EnvBase):
         return tuple(self._envs)
 
     def is_face(self) -> bool:
-        on_host = self.device is None or self.device.type == "cpu"
         faces = all(isinstance(env, EnvBase) and env.is_face() for env in self._envs)
-        return faces and on_host and not self.specs_assigned and is_stock(self)
+        return faces and super().is_face()
 
     # -- access ----------------------------------------------------------------------------------
 
@@ -221,6 +220,8 @@ def rows_of(env: Any, options: GymOptions | None = None, fresh: bool = False) ->
     if not (isinstance(env, EnvBase) and env.is_face()):
         return None
     first, *others = (part.rows for part in _row_envs(env))
+    if any((type(rows), rows.options) != (type(first), first.options) for rows in others):
+        return None
     return first.joined(others, env, options, fresh) or (None if others else first)
 
 

@@ -16,11 +16,11 @@ from gleanrl.core.options import GymOptions, InfoKeys, check_int, check_observat
 from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.row_env import RowEnv
-from gleanrl.envs.stock import stock
 from gleanrl.envs.tensordict import is_tensordict_env
+from gleanrl.envs.unmodified import remembered
 
 
-@stock
+@remembered
 class GymEnv(RowEnv):
     """A Gymnasium environment, or several of one kind as a batch.
 

@@ -25,7 +25,7 @@ from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
-from gleanrl.envs.stock import stock
+from gleanrl.envs.unmodified import remembered
 from gleanrl.envs.validation import NUMBERS, check_reset
 from gleanrl.envs.writers import LeafWriter
 
@@ -51,7 +51,7 @@ class MarlGroupMapType(enum.Enum):
         return {name: [name] for name in agent_names}
 
 
-@stock
+@remembered
 class PettingZooEnv(RowEnv):
     """A PettingZoo environment, parallel or turn-based (AEC).
 
@@ -221,14 +221,10 @@ class PettingZooRows(EnvRows):
         )
 
     def joined(
-        self, others: Sequence[EnvRows], face: EnvBase, options: Any, fresh: bool
-    ) -> PettingZooRows | None:
-        parts = [part for part in (self, *others) if isinstance(part, PettingZooRows)]
-        own = self.options
-        if len(parts) <= len(others) or any(part.options != own for part in parts):
-            return None
-        games = [game for part in parts for game in part.games]
-        return PettingZooRows(games, tuple(face.batch_size), own, face)
+        self, others: Sequence[Any], face: EnvBase, options: Any, fresh: bool
+    ) -> PettingZooRows:
+        games = [game for part in (self, *others) for game in part.games]
+        return PettingZooRows(games, tuple(face.batch_size), self.options, face)
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)

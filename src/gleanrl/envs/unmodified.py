@@ -25,11 +25,9 @@ class Methods:
         self._read = operator.attrgetter(*self._names)
         self._found = self._read(cls)
 
-    def kept_by(self, kind: type, *objects: Any) -> bool:
-        """Tell whether ``kind``, a subclass, and its instances ``objects`` replace none of them."""
-        return bool(self._read(kind) == self._found) and all(
-            self._names.isdisjoint(vars(each)) for each in objects
-        )
+    def kept_by(self, obj: Any) -> bool:
+        """Tell whether neither ``obj`` nor its class, a subclass, replaces any of them."""
+        return bool(self._read(type(obj)) == self._found) and self._names.isdisjoint(vars(obj))
 
 
 def _counts(cls: type, name: str) -> bool:
@@ -45,23 +43,16 @@ def _counts(cls: type, name: str) -> bool:
 _WRITTEN: dict[type, Methods] = {}
 
 
-def stock(cls: C) -> C:
+def remembered(cls: C) -> C:
     """Remember the methods and properties of ``cls`` as they are now. A class decorator."""
     _WRITTEN[cls] = Methods(cls)
     return cls
 
 
-def is_stock(*objects: Any) -> bool:
-    """Tell whether all are of classes marked by `stock`, and no method of theirs was replaced.
+def unmodified(obj: Any) -> bool:
+    """Tell whether ``obj`` is of a class marked by `remembered`, and no method was replaced.
 
     A subclass that only adds to its class (a constructor, further methods) passes.
     """
-    kinds: dict[type, list[Any]] = {}
-    for each in objects:
-        kinds.setdefault(type(each), []).append(each)
-    return all(_is_stock(kind, each) for kind, each in kinds.items())
-
-
-def _is_stock(kind: type, objects: list[Any]) -> bool:
-    known = next((_WRITTEN[cls] for cls in kind.__mro__ if cls in _WRITTEN), None)
-    return known is not None and known.kept_by(kind, *objects)
+    known = next((_WRITTEN[cls] for cls in type(obj).__mro__ if cls in _WRITTEN), None)
+    return known is not None and known.kept_by(obj)
