@@ -24,16 +24,12 @@ from gleanrl.core.errors import (
     for_users,
 )
 from gleanrl.core.keys import NEXT, Key
+from gleanrl.core.layout import Layout
 from gleanrl.core.options import check_int, seconds
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
-from gleanrl.envs.parallel_worker import (
-    COMMAND,
-    EnvCommand,
-    EnvWorkerBuilder,
-    EnvWorkerInfo,
-)
+from gleanrl.envs.parallel_worker import RESETS, EnvWorkerBuilder, EnvWorkerInfo
 from gleanrl.envs.row_env import RowEnv, write_inputs
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods
@@ -44,97 +40,6 @@ from gleanrl.transport.process import ProcessBackend
 _CONTROL_S = 60.0
 _CLOSE_S = 10.0
 _made = itertools.count()
-
-
-class Exchange:
-    """Sends commands for the row that workers share with the learner, and waits for them.
-
-    The memory is environment-major over all workers, so their results are one tensor per field.
-    """
-
-    def __init__(self, engine: Session, found: Sequence[EnvWorkerInfo]) -> None:
-        """Reserve the row.
-
-        Args:
-            engine: Its workers are up.
-            found: The description of each; the same fields everywhere.
-        """
-        memory = engine.backend.memory
-        if memory is None:
-            raise GleanError("the backend's workers share no memory with the learner")
-        layouts = [info.layout for info in found]
-        slab = Slab(layouts, [1] * len(layouts), Order.ENVS)
-        base = memory.reserve(slab.nbytes)
-        raw = np.frombuffer(memory.map(), np.uint8, slab.nbytes, base)
-        time_dim = len(layouts[0].batch_shape)
-        self.views: dict[Key, torch.Tensor] = {
-            view.key: torch.from_numpy(raw[view.start : view.stop])
-            .view(view.dtype)
-            .view(view.shape)
-            .squeeze(time_dim)
-            for view in slab.views[0]
-        }
-        """Every field, ``[N, ...]``, which workers write during their work."""
-        self._commands = [
-            m.Collect(slab.reference(0, worker, base, 0)) for worker in range(len(layouts))
-        ]
-        self._engine = engine
-        self._command: EnvCommand | None = None
-        self._inputs, self._casts = found[0].inputs, found[0].casts
-        self._present = self._inputs
-        """The inputs that were last written."""
-        self._underway: list[Ticket] = []
-        self.carry_out(EnvCommand.BIND, _CONTROL_S)
-
-    def write(self, data: TensorDictBase) -> None:
-        """Write the inputs of a step.
-
-        Gymnasium environments need all of them; others get those that ``data`` have.
-
-        Raises:
-            PolicyError: an entry does not fit.
-        """
-        present = keys = self._inputs
-        if not self._casts:
-            names = set(data.keys())
-            present = tuple(k for k in keys if k[0] in names and data.get(k, None) is not None)
-        write_inputs(data, {key: self.views[key] for key in present}, casts=self._casts)
-        if present != self._present:
-            self._engine.request_all(m.Call("take", (present,)), _CONTROL_S)
-            self._present = present
-
-    def carry_out(self, command: EnvCommand, timeout: float | None) -> None:
-        """Send a command to all workers and wait until they have finished.
-
-        Raises:
-            WorkerDied: a worker's process ended.
-            CollectorTimeout: a worker took more than ``timeout`` seconds.
-            Exception: that of the first worker to fail, after all have replied.
-        """
-        if command is not self._command:
-            self.views[COMMAND].fill_(int(command))
-            self._command = command
-        commands, post = self._commands, self._engine.send
-        self._underway = tickets = [post(worker, sent) for worker, sent in enumerate(commands)]
-        self.settle(timeout)
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
-
-    def settle(self, timeout: float | None) -> None:
-        """Wait for tasks under way, which workers may still carry out after an interrupt.
-
-        Raises:
-            WorkerDied: a worker's process ended.
-            CollectorTimeout: a worker took more than ``timeout`` seconds.
-        """
-        deadline = Deadline(timeout)
-        for ticket in self._underway:
-            while ticket.reply is None:
-                if self._engine.lost:
-                    self._engine.raise_if_failed()
-                self._engine.receive_in_time(deadline, self._underway, "finish their step")
-        self._underway = []
 
 
 class ParallelEnv(RowEnv):
@@ -203,6 +108,8 @@ class ParallelEnv(RowEnv):
         self.num_envs = number
         EnvBase.__init__(self, device=device)
         self._engine: Session | None = None
+        self._underway: list[Ticket] = []
+        """Steps that workers may still take after an interrupt."""
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -254,10 +161,32 @@ class ParallelEnv(RowEnv):
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
-        self._exchange = Exchange(engine, found)
-        views, self.groups = self._exchange.views, first.layout.groups
+        self.inputs, self.groups = first.inputs, first.layout.groups
+        self._casts, self._present = first.casts, first.inputs
+        views = self._reserve(engine, [info.layout for info in found])
+        self._given = {key: views[key] for key in self.inputs}
         self._after = {key[1:]: view for key, view in views.items() if key[0] == NEXT}
         self._root = {key: view for key, view in views.items() if (NEXT, *key) in views}
+        self._resets = views[RESETS].numpy()
+        self._carry_out(engine)  # at first, workers only look at the row
+
+    def _reserve(self, engine: Session, layouts: Sequence[Layout]) -> dict[Key, torch.Tensor]:
+        """Reserve the row, shared with workers, one tensor ``[N, ...]`` per field."""
+        memory = engine.backend.memory
+        if memory is None:
+            raise GleanError("the backend's workers share no memory with the learner")
+        slab = Slab(layouts, [1] * len(layouts), Order.ENVS)
+        base = memory.reserve(slab.nbytes)
+        raw = np.frombuffer(memory.map(), np.uint8, slab.nbytes, base)
+        workers, time_dim = range(len(layouts)), len(layouts[0].batch_shape)
+        self._commands = [m.Collect(slab.reference(0, worker, base, 0)) for worker in workers]
+        return {
+            view.key: torch.from_numpy(raw[view.start : view.stop])
+            .view(view.dtype)
+            .view(view.shape)
+            .squeeze(time_dim)
+            for view in slab.views[0]
+        }
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -272,15 +201,15 @@ class ParallelEnv(RowEnv):
     def _workers(self) -> Iterator[Session]:
         """Return the engine, after finishing an interrupted step.
 
-        Ctrl-C comes while workers are waited for. A worker that is lost ends all: no step could be
-        finished any more.
+        Ctrl-C comes while workers are waited for. A worker that is lost, or that takes too long,
+        ends all: no step could be finished any more.
         """
         self._check_open()
         self.start()
         assert self._engine is not None
         try:
             with Deferred():
-                self._exchange.settle(self._timeout)
+                self._settle(self._engine)
                 yield self._engine
         except (WorkerDied, CollectorTimeout):
             self.is_closed = True
@@ -312,21 +241,53 @@ class ParallelEnv(RowEnv):
         """
         if not _STEPPING.kept_by(self):
             return super().step_and_maybe_reset(tensordict)
-        self._carry_out(EnvCommand.STEP_AND_RESET, tensordict)
+        self._advance(tensordict, and_reset=True)
         finished = self._finish(tensordict, self._complete(self._copy(self._after)))
         following = self.step_mdp(finished)
         if self._env_specs.ends.any(following):
             following.update(self._complete(self._copy(self._root)))
         return finished, following
 
-    def _advance(self, data: TensorDictBase) -> None:
-        self._carry_out(EnvCommand.STEP, data)
+    def _advance(self, data: TensorDictBase, and_reset: bool = False) -> None:
+        """Have all workers step; results come into the row.
 
-    def _carry_out(self, command: EnvCommand, data: TensorDictBase) -> None:
-        """Have all workers step; results come into the row."""
-        with self._workers():
-            self._exchange.write(data)
-            self._exchange.carry_out(command, self._timeout)
+        Rows need all inputs; environments with TensorDicts get those that ``data`` have.
+        """
+        with self._workers() as engine:
+            present, given = self.inputs, self._given
+            if not self._casts:
+                names = set(data.keys())
+                present = tuple(
+                    k for k in present if k[0] in names and data.get(k, None) is not None
+                )
+                given = {key: given[key] for key in present}
+            write_inputs(data, given, casts=self._casts)
+            if present != self._present:
+                engine.request_all(m.Call("take", (present,)), _CONTROL_S)
+                self._present = present
+            self._resets.fill(and_reset)
+            self._carry_out(engine)
+
+    def _carry_out(self, engine: Session) -> None:
+        """Have all workers carry out the command in the row; raise the error of the first."""
+        post = engine.send
+        self._underway = tickets = [
+            post(worker, sent) for worker, sent in enumerate(self._commands)
+        ]
+        self._settle(engine)
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
+
+    def _settle(self, engine: Session) -> None:
+        """Wait for the steps under way."""
+        deadline = Deadline(self._timeout)
+        for ticket in self._underway:
+            while ticket.reply is None:
+                if engine.lost:
+                    engine.raise_if_failed()
+                engine.receive_in_time(deadline, self._underway, "finish their step")
+        self._underway = []
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Have workers reset within the row: all environments, or those in the masks."""

@@ -5,7 +5,6 @@ The task, its inputs and its results lie in a window of one step that learner an
 
 from __future__ import annotations
 
-import enum
 import random as python_random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,22 +39,12 @@ from gleanrl.envs.tensordict import (
 )
 from gleanrl.memory.tensordicts import nest, tensordict_over
 
-COMMAND: Key = ("_command",)
-"""The command of a worker, in the row of each of its environments."""
+RESETS: Key = ("_resets",)
+"""Whether a step resets ended environments, in the row of each."""
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
 )
-
-
-class EnvCommand(enum.IntEnum):
-    """What a worker does with its window."""
-
-    BIND = 0
-    """Look at it, nothing else."""
-    STEP = 1
-    STEP_AND_RESET = 2
-    """Step, then reset ended environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ def seed_streams(seed: int) -> None:
 
 
 class EnvWorker:
-    """Serves environments of one kind; a `Collect` steps, by the command in its window."""
+    """Serves environments of one kind; a `Collect` steps."""
 
     def __init__(self, envs: Sequence[Any]) -> None:
         """Take over ``envs``.
@@ -124,6 +113,7 @@ class EnvWorker:
         self.num_envs = self.envs.batch_size.numel()
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
+        self._window: Window | None = None
 
     def layout(self) -> None:
         """Announce no rollouts; `described` has the layout of the window."""
@@ -139,7 +129,7 @@ class EnvWorker:
         """
         row = self._row = _make_row(self.envs, direct)
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
-        fields = (Field(COMMAND, (), torch.uint8), *row.fields)
+        fields = (Field(RESETS, (), torch.bool), *row.fields)
         return EnvWorkerInfo(
             layout=Layout(tuple(self.envs.batch_size), fields, groups=tuple(row.groups)),
             batch=tuple(first.batch_size),
@@ -161,16 +151,16 @@ class EnvWorker:
         self._row.inputs = present
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Carry out the command in the window, once.
+        """Step once, in the window that the first call only binds to.
 
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        command = int(window.rows(COMMAND)[0][0])
-        if command == EnvCommand.BIND:
+        if window is not self._window:
+            self._window = window
             self._row.bind(window)
         else:
-            self._row.step_row(command == EnvCommand.STEP_AND_RESET)
+            self._row.step_row(bool(window.rows(RESETS)[0][0]))
         return Report(steps, window.envs, 0)
 
     def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
