@@ -23,14 +23,15 @@ from gleanrl.core.errors import (
     WorkerDied,
     for_users,
 )
-from gleanrl.core.keys import NEXT, Key
-from gleanrl.core.layout import Layout
+from gleanrl.core.keys import Key
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, seconds
+from gleanrl.core.window import Window
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.parallel_worker import RESETS, EnvWorkerBuilder, EnvWorkerInfo
-from gleanrl.envs.row_env import RowEnv, write_inputs
+from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods
 from gleanrl.memory.arena import Order, Slab
@@ -140,20 +141,18 @@ class ParallelEnv(RowEnv):
             )
             for part in self._parts
         ]
-        engine = Session(lambda _: ProcessBackend(self._threads), factories)
+        engine = self._engine = Session(lambda _: ProcessBackend(self._threads), factories)
         try:
             self._join(engine)
         except BaseException:
+            self._engine = None
             engine.close(5.0)
             raise
-        self._engine = engine
         # The finalizer must not hold the environment itself, or it would never be collected.
         self._closing = weakref.finalize(self, engine.close, 5.0)
 
     def _join(self, engine: Session) -> None:
         found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
-        if any(info.inputs != found[0].inputs for info in found):  # only some step without them
-            found = engine.request_all(m.Call("described", (False,)))
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -161,32 +160,33 @@ class ParallelEnv(RowEnv):
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
-        self.inputs, self.groups = first.inputs, first.layout.groups
-        self._casts, self._present = first.casts, first.inputs
-        views = self._reserve(engine, [info.layout for info in found])
-        self._given = {key: views[key] for key in self.inputs}
-        self._after = {key[1:]: view for key, view in views.items() if key[0] == NEXT}
-        self._root = {key: view for key, view in views.items() if (NEXT, *key) in views}
-        self._resets = views[RESETS].numpy()
+        row = self._row = Row(self)
+        row.bind(self._reserve(engine, row.fields))
+        self._direct = all(info.direct for info in found)
+        self._given = row.views
+        if self._direct:
+            self._given = {key: row.views[key] for key in row.actions}
+        self._present = set(self._given)
         self._carry_out(engine)  # at first, workers only look at the row
 
-    def _reserve(self, engine: Session, layouts: Sequence[Layout]) -> dict[Key, torch.Tensor]:
-        """Reserve the row, shared with workers, one tensor ``[N, ...]`` per field."""
+    def _reserve(self, engine: Session, fields: Sequence[Field]) -> Window:
+        """Reserve the row, shared with workers: one tensor ``[N, ...]`` per field."""
         memory = engine.backend.memory
         if memory is None:
             raise GleanError("the backend's workers share no memory with the learner")
+        resets, inner = Field(RESETS, (), torch.bool), self._batch[1:]
+        layouts = [
+            Layout((part.stop - part.start, *inner), (resets, *fields)) for part in self._parts
+        ]
         slab = Slab(layouts, [1] * len(layouts), Order.ENVS)
         base = memory.reserve(slab.nbytes)
         raw = np.frombuffer(memory.map(), np.uint8, slab.nbytes, base)
-        workers, time_dim = range(len(layouts)), len(layouts[0].batch_shape)
+        workers = range(len(layouts))
         self._commands = [m.Collect(slab.reference(0, worker, base, 0)) for worker in workers]
-        return {
-            view.key: torch.from_numpy(raw[view.start : view.stop])
-            .view(view.dtype)
-            .view(view.shape)
-            .squeeze(time_dim)
-            for view in slab.views[0]
-        }
+        found = ((view, torch.from_numpy(raw[view.start : view.stop])) for view in slab.views[0])
+        tensors = {view.key: part.view(view.dtype).view(view.shape) for view, part in found}
+        self._resets = tensors[RESETS].numpy()
+        return Window(tensors, self._batch.numel(), 1)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -242,10 +242,11 @@ class ParallelEnv(RowEnv):
         if not _STEPPING.kept_by(self):
             return super().step_and_maybe_reset(tensordict)
         self._advance(tensordict, and_reset=True)
-        finished = self._finish(tensordict, self._complete(self._copy(self._after)))
+        row, device = self._row, self.device
+        finished = self._finish(tensordict, self._complete(row.copy(row.after, device)))
         following = self.step_mdp(finished)
         if self._env_specs.ends.any(following):
-            following.update(self._complete(self._copy(self._root)))
+            following.update(self._complete(row.copy(row.root, device)))
         return finished, following
 
     def _advance(self, data: TensorDictBase, and_reset: bool = False) -> None:
@@ -254,17 +255,18 @@ class ParallelEnv(RowEnv):
         Rows need all inputs; environments with TensorDicts get those that ``data`` have.
         """
         with self._workers() as engine:
-            present, given = self.inputs, self._given
-            if not self._casts:
+            given = self._given
+            if not self._direct:
                 names = set(data.keys())
-                present = tuple(
-                    k for k in present if k[0] in names and data.get(k, None) is not None
-                )
-                given = {key: given[key] for key in present}
-            write_inputs(data, given, casts=self._casts)
-            if present != self._present:
-                engine.request_all(m.Call("take", (present,)), _CONTROL_S)
-                self._present = present
+                given = {
+                    key: view
+                    for key, view in given.items()
+                    if key[0] in names and data.get(key, None) is not None
+                }
+            write_inputs(data, given, casts=self._direct)
+            if given.keys() != self._present:
+                self._present = set(given)
+                engine.request_all(m.Call("take", (tuple(given),)), _CONTROL_S)
             self._resets.fill(and_reset)
             self._carry_out(engine)
 

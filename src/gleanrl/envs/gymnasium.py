@@ -403,39 +403,21 @@ def owned(value: Any) -> Any:
     return value
 
 
-def _memory(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield the first address of every array, dict and list in ``value``, and the one beyond it."""
-    if isinstance(value, (dict, list)):  # environments may fill one of these again
-        yield id(value), id(value) + 1
-    if isinstance(value, torch.Tensor):
-        # numpy has no bfloat16, and these numbers are not looked at.
-        value = value.view(torch.int16) if value.dtype is torch.bfloat16 else value
-        value = value.numpy(force=True)
-    if isinstance(value, np.ndarray):
-        reach = [
-            (size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True)
-        ]
-        start = value.__array_interface__["data"][0]
-        if value.size:
-            yield (
-                start + sum(step for step in reach if step < 0),
-                start + sum(step for step in reach if step > 0) + value.itemsize,
-            )
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _memory(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+def _memory(value: Any) -> Iterator[int]:
+    """Yield the addresses of arrays, dicts and lists in ``value``, which may be filled again."""
+    if isinstance(value, (dict, list)):
+        yield id(value)
+    if isinstance(value, np.ndarray) and value.size:
+        yield value.ctypes.data
+    elif isinstance(value, torch.Tensor) and value.numel():
+        yield value.data_ptr()
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _memory(item)
 
 
 def share_memory(results: Mapping[int, Any]) -> bool:
-    """Tell whether the memory of results of two environments overlaps."""
-    spans = sorted((*span, env) for env, result in results.items() for span in _memory(result))
-    beyond, owner = 0, -1
-    for start, end, env in spans:
-        if start < beyond and env != owner:
-            return True
-        if end > beyond:
-            beyond, owner = end, env
-    return False
+    """Tell whether results of two environments lie at the same address."""
+    owners: dict[int, int] = {}
+    found = ((at, env) for env, result in results.items() for at in _memory(result))
+    return any(owners.setdefault(at, env) != env for at, env in found)

@@ -6,8 +6,8 @@ The task, its inputs and its results lie in a window of one step that learner an
 from __future__ import annotations
 
 import random as python_random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,25 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, EnvError, WeightsError
-from gleanrl.core.keys import NEXT, Key, format_key, next_key
-from gleanrl.core.layout import Field, Layout
+from gleanrl.core.keys import NEXT, Key, format_key
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.libs.gym import make_tensordict_env
-from gleanrl.envs.row_env import RowEnv
+from gleanrl.envs.row_env import Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.tensordict import (
     EnvMetaData,
     describe,
     open_entries,
-    spec_fields,
-    spec_groups,
     spec_leaves,
     spec_trees,
     state_leaves,
     widened,
 )
-from gleanrl.memory.tensordicts import nest, tensordict_over
+from gleanrl.memory.tensordicts import nest
 
 RESETS: Key = ("_resets",)
 """Whether a step resets ended environments, in the row of each."""
@@ -51,17 +48,13 @@ _INSTEAD = (
 class EnvWorkerInfo:
     """The learner's description of one worker's environments."""
 
-    layout: Layout
-    """Of their window."""
     batch: tuple[int, ...]
     """Shape of one of them."""
     device: torch.device | None
     specs: tuple[Composite, ...]
     """Of one environment: observations, actions, rewards, end flags."""
-    inputs: tuple[Key, ...]
-    """The entries in the window that a step reads."""
-    casts: bool
-    """Whether all inputs must be there, in any dtype of their kind, as Gymnasium's take actions."""
+    direct: bool
+    """Whether they step in rows: they read actions only, in any dtype of their kind."""
     infos: Sequence[Key]
     """The observations that are requested info entries."""
 
@@ -118,25 +111,19 @@ class EnvWorker:
     def layout(self) -> None:
         """Announce no rollouts; `described` has the layout of the window."""
 
-    def described(self, direct: bool = True) -> EnvWorkerInfo:
+    def described(self) -> EnvWorkerInfo:
         """Return the description for the learner.
-
-        Args:
-            direct: Step Gymnasium environments without TensorDicts.
 
         Raises:
             ConfigError: data without a fixed layout.
         """
-        row = self._row = _make_row(self.envs, direct)
+        row = self._row = _make_row(self.envs)
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
-        fields = (Field(RESETS, (), torch.bool), *row.fields)
         return EnvWorkerInfo(
-            layout=Layout(tuple(self.envs.batch_size), fields, groups=tuple(row.groups)),
             batch=tuple(first.batch_size),
             device=first.device,
             specs=tuple(without_masks(widened(tree)) for tree in spec_trees(first)),
-            inputs=row.inputs,
-            casts=isinstance(row, RowEnv),
+            direct=isinstance(row, RowEnv),
             infos=self.envs.info_entries,
         )
 
@@ -147,8 +134,9 @@ class EnvWorker:
     # -- stepping --------------------------------------------------------------------------------
 
     def take(self, present: tuple[Key, ...]) -> None:
-        """Remember the inputs that the learner writes."""
-        self._row.inputs = present
+        """Remember the inputs that the learner writes, where a step may do without some."""
+        if isinstance(self._row, _TensorDictRow):
+            self._row.inputs = present
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Step once, in the window that the first call only binds to.
@@ -213,14 +201,14 @@ class EnvWorker:
 # -- environments whose data lie in a window of one step -------------------------------------------
 
 
-def _make_row(envs: SerialEnv, direct: bool) -> RowEnv | _TensorDictRow:
+def _make_row(envs: SerialEnv) -> RowEnv | _TensorDictRow:
     """Return the way to step ``envs`` in a window.
 
     Raises:
         ConfigError: their data have no fixed layout.
     """
     # Made by this worker, so nobody else relies on the checks of Gymnasium's wrappers.
-    rows = rows_of(envs, fresh=True) if direct else None
+    rows = rows_of(envs, fresh=True)
     if rows is not None:
         return RowEnv(rows)
     shown = {key for key, _ in spec_leaves(envs.full_observation_spec)}
@@ -238,62 +226,40 @@ class _TensorDictRow:
     """Any other environments, stepped with TensorDicts."""
 
     def __init__(self, env: SerialEnv) -> None:
-        self.env = env
-        batch, trees = tuple(env.batch_size), spec_trees(env)
-        self._batch = batch
-        shown, actions, rewards, flags = (spec_fields(tree, batch) for tree in trees)
-        groups = {group.key: group for tree in trees for group in spec_groups(tree, len(batch))}
-        self.groups = tuple(groups.values())
-        self._sizes = {group.key: group.shape for group in self.groups}
-        self._actions = tuple(field.key for field in actions)
-        root = {field.key: field for field in (*shown, *flags)}
-        after = {next_key(f.key): f for f in (*shown, *rewards, *flags)}
-        self._roots, self._afters = tuple(root), tuple(after)
-        self.inputs: tuple[Key, ...] = (*self._actions, *root, *after)
-        self.fields = (
-            *actions,
-            *root.values(),
-            *(replace(field, key=key) for key, field in after.items()),
-        )
+        self.env, self._row = env, Row(env)
+        self._sizes = {group.key: group.shape for group in self._row.groups}
+        self.inputs: tuple[Key, ...] = tuple(field.key for field in self._row.fields)
+        """The entries of the row that a step reads."""
+        device = env.device
+        self._device = None if device is None or device.type == "cpu" else device
 
     def bind(self, window: Window) -> None:
-        """Make views of ``window`` in the shape of the environments."""
-        self._views = {
-            field.key: window.tensor(field.key).view((*self._batch, *field.shape))
-            for field in self.fields
-        }
-        self._root = {key: self._views[key] for key in self._roots}
-        self._after = {key[1:]: self._views[key] for key in self._afters}
+        """Step in ``window`` from now on."""
+        self._row.bind(window)
 
     def step_row(self, and_reset: bool) -> None:
         """Step, and reset ended environments if the learner wants that."""
-        given = self._given(self.inputs)
+        row = self._row
+        given = row.copy({key: row.views[key] for key in self.inputs}, self._device)
         if not and_reset:
-            self._put(self.env.step(given).get(NEXT), self._after)
+            self._put(self.env.step(given).get(NEXT), row.after)
             return
         finished, root = self.env.step_and_maybe_reset(given)
-        self._put(finished.get(NEXT), self._after)
-        self._put(root.exclude(*self._actions), self._root)
+        self._put(finished.get(NEXT), row.after)
+        self._put(root.exclude(*row.actions), row.root)
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Reset all environments, or those in the masks; the others keep the root row."""
-        given = self._given(self._roots).update(nest(masks)) if masks else None
-        self._put(self.env.reset(given, **options), self._root)
-
-    def _given(self, keys: Iterable[Key]) -> TensorDictBase:
-        """Return copies of inputs, on the device of the environments."""
-        found = {key: self._views[key].clone() for key in keys}
-        names = [None] * len(self._batch)
-        given = tensordict_over(found, self._batch, names, self.groups)
-        device = self.env.device
-        return given if device is None or device.type == "cpu" else given.to(device)
+        row = self._row
+        given = row.copy(row.root, self._device).update(nest(masks)) if masks else None
+        self._put(self.env.reset(given, **options), row.root)
 
     def _put(self, data: TensorDictBase, row: Mapping[Key, torch.Tensor]) -> None:
         """Write ``data`` into the row."""
-        found = dict(self._entries(data, self._batch))
+        found = dict(self._entries(data, self._row.batch))
         if _misfit(found, row):
             for env, part in enumerate(data.unbind(0)):
-                own = dict(self._entries(part, self._batch[1:]))
+                own = dict(self._entries(part, self._row.batch[1:]))
                 if wrong := _misfit(own, {key: view[env] for key, view in row.items()}):
                     raise EnvError(f"environment {env} returned {wrong}; correct one: {_INSTEAD}")
         for key, view in row.items():

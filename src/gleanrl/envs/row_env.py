@@ -11,12 +11,12 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, format_key, next_key
-from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Env
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
+from gleanrl.envs.tensordict import spec_fields, spec_groups, spec_trees
 from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
@@ -91,6 +91,44 @@ class EnvRows(Env):
         """Do nothing: there is nothing to release."""
 
 
+class Row:
+    """The memory of one step of an environment: root entries, actions, and what the step gives."""
+
+    def __init__(self, env: Any) -> None:
+        """Read the fields off the specs of ``env``."""
+        self.batch, trees = tuple(env.batch_size), spec_trees(env)
+        shown, actions, rewards, flags = (spec_fields(tree, self.batch) for tree in trees)
+        found = (group for tree in trees for group in spec_groups(tree, len(self.batch)))
+        self.groups = tuple({group.key: group for group in found}.values())
+        root = {field.key: field for field in (*shown, *flags)}
+        after = {next_key(field.key): field for field in (*root.values(), *rewards)}
+        nexts = [replace(field, key=key) for key, field in after.items()]
+        self.fields = (*root.values(), *actions, *nexts)
+        self.actions = tuple(field.key for field in actions)
+        self.flags = [field.key for field in flags]
+        self._roots, self._afters = tuple(root), tuple(after)
+
+    def bind(self, window: Window) -> None:
+        """Make views of ``window``, which is one step long."""
+        self.window = window
+        self.views = {
+            field.key: window.tensor(field.key).view((*self.batch, *field.shape))
+            for field in self.fields
+        }
+        self.root = {key: self.views[key] for key in self._roots}
+        """The present: observations and end flags."""
+        self.after = {key[1:]: self.views[key] for key in self._afters}
+        """The results of a step."""
+
+    def copy(
+        self, entries: Mapping[Key, torch.Tensor], device: torch.device | None
+    ) -> TensorDictBase:
+        """Copy ``entries`` to ``device``, because the next step writes there again."""
+        copies = {key: value.clone() for key, value in entries.items()}
+        copy = tensordict_over(copies, self.batch, [None] * len(self.batch), self.groups)
+        return copy if device is None else copy.to(device)
+
+
 @remembered
 class RowEnv(EnvBase):
     """TensorDict methods over rows: inputs are written to a row, results are copied out of it."""
@@ -98,42 +136,30 @@ class RowEnv(EnvBase):
     _returns_all = True
     rows: EnvRows
     """The environments that step. Internal to the package."""
-    fields: tuple[Field, ...]
-    """The row: root entries, and all that a step leads to. Internal to the package."""
-    groups: Sequence[Group] = ()
-    """Nested parts with a batch size of their own. Internal to the package."""
-    _root: Mapping[Key, torch.Tensor]
-    """The row's present: observations and end flags."""
-    _after: Mapping[Key, torch.Tensor]
-    """The row's results of a step."""
+    _row: Row
 
     def __init__(self, rows: EnvRows, *, device: torch.device | str | None = None) -> None:
         """Show ``rows`` as TensorDicts, on ``device``."""
         layout = rows.layout
         super().__init__(device=device, batch_size=layout.batch_shape)
-        self.rows, self.groups = rows, layout.groups
-        self.info_entries = tuple(layout.infos)
-        self._flags = [
-            Field(key, group.shape, torch.bool) for group in layout.dones for key in group.keys()
-        ]
-        root = {field.key: field for field in (*layout.observations, *self._flags)}
-        after = {field.key: field for field in (*root.values(), *layout.rewards)}
-        nexts = [replace(field, key=next_key(key)) for key, field in after.items()]
-        self.fields = (*root.values(), *layout.actions, *nexts)
-        self._roots, self._afters = tuple(root), tuple(after)
-        self.inputs: tuple[Key, ...] = tuple(rows.action_specs)
-        """The entries of the row that a step reads. Internal to the package."""
+        self.rows, self.info_entries = rows, tuple(layout.infos)
         self._declare(*self._specs())
-        self.bind(Window.allocate(self.fields, layout.num_envs, 1))
+        row = Row(self)
+        self._row = row
+        self.bind(Window.allocate(row.fields, layout.num_envs, 1))
 
     def _specs(self) -> list[Composite]:
         layout = self.rows.layout
         rewards = {f.key: Unbounded(f.shape, dtype=f.dtype) for f in layout.rewards}
-        flags = {f.key: Binary(shape=f.shape, dtype=f.dtype) for f in self._flags}
+        flags = {
+            key: Binary(shape=group.shape, dtype=torch.bool)
+            for group in layout.dones
+            for key in group.keys()
+        }
         trees = []
         for specs in (self.rows.observation_specs, self.rows.action_specs, rewards, flags):
             tree = Composite()
-            for group in self.groups:
+            for group in layout.groups:
                 if any(key[: len(group.key)] == group.key for key in specs):
                     tree.set(group.key, Composite(shape=group.shape))
             for key, spec in specs.items():
@@ -148,32 +174,26 @@ class RowEnv(EnvBase):
 
     def bind(self, window: Window) -> None:
         """Step in ``window`` from now on, which is one step long. Internal to the package."""
-
-        def view(key: Key) -> torch.Tensor:
-            tensor = window.tensor(key)
-            return tensor.view((*self._batch, *tensor.shape[2:]))
-
-        self._window = window
-        self._root = {key: view(key) for key in self._roots}
-        self._after = {key: view(next_key(key)) for key in self._afters}
-        self._given = {key: view(key) for key in self.inputs}
-        self._cleared = [window.array(next_key(flag.key)) for flag in self._flags]
+        self._row.bind(window)
+        self._given = {key: self._row.views[key] for key in self._row.actions}
+        self._cleared = [window.array(next_key(key)) for key in self._row.flags]
 
     def step_row(self, and_reset: bool = False) -> None:
         """Step with the actions in the row; reset ended environments if told so."""
         for flags in self._cleared:
             flags.fill(False)
-        self.rows.begin(self._window, self._window)
+        window = self._row.window
+        self.rows.begin(window, window)
         ended = self.rows.step(0, (), False)
         self.rows.finish(1)
         if and_reset and ended:
-            self.rows.reset(self._window, ended)
+            self.rows.reset(window, ended)
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Reset within the row: all environments, or those in the mask of whole environments."""
         mask = masks.get(("_reset",))
         chosen = None if mask is None else torch.nonzero(mask.flatten()).flatten().tolist()
-        self.rows.reset(self._window, chosen, **options)
+        self.rows.reset(self._row.window, chosen, **options)
 
     # -- as an `EnvBase` --------------------------------------------------------------------------
 
@@ -184,26 +204,20 @@ class RowEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._advance(tensordict)
-        return self._copy(self._after)
+        return self._row.copy(self._row.after, self.device)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         data: Any = {} if tensordict is None else tensordict
         found = ((key, data.get(key, None)) for key in self._env_specs.ends.reset_keys)
         masks = {key: mask.cpu() for key, mask in found if mask is not None}
         self.reset_row(masks, options)
-        root = self._copy(self._root)
+        root = self._row.copy(self._row.root, self.device)
         if tensordict is not None and masks:
             flat = [mask.reshape(*self._batch, -1).any(-1) for mask in masks.values()]
             chosen = torch.stack(flat).any(0)
             if not chosen.all():
                 keep_unset(root, tensordict, chosen.to(root.device))
         return root
-
-    def _copy(self, row: Mapping[Key, torch.Tensor]) -> TensorDictBase:
-        """Copy out of the row, because the next step writes there again."""
-        copies = {key: value.clone() for key, value in row.items()}
-        copy = tensordict_over(copies, self._batch, [None] * len(self._batch), self.groups)
-        return copy if self.device is None else copy.to(self.device)
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         self.rows.seed(seed, static)
