@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import re
@@ -11,7 +10,11 @@ from pathlib import Path
 
 # GleanRL replaces these packages. Environments, modules, data and losses stay TorchRL's.
 REPLACED = ("collectors", "weight_update")
-_IN_STRING = re.compile(rf"^(\s*from )torchrl(\.(?:{'|'.join(REPLACED)})\b[\w.]* import )")
+_IMPORT = re.compile(
+    rf"\bfrom torchrl(\.(?:{'|'.join(REPLACED)})\b[\w.]*) import "
+    r"(\((?:#.*|[^)#])*\)|(?:\\\n|[^\n(;])+)"
+)
+_NAME = re.compile(r"(\w+)(?:\s+as\s+(\w+))?")
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,30 @@ class Rebound:
 def rebind(source: str) -> Rebound:
     """Return ``source`` with every ``from torchrl.collectors... import`` naming GleanRL's classes.
 
-    Statements anywhere in the program are rewritten, and lines of scripts that it holds as
-    strings. A name from one of TorchRL's private modules is looked up in the public package, and a
-    private name under its public spelling.
+    Statements anywhere in the program are rewritten, also in scripts that it holds as strings. A
+    name from one of TorchRL's private modules is looked up in the public package, and a private
+    name under its public spelling.
     """
     moved: list[str] = []
     kept: list[str] = []
-    tree = ast.parse(source)
-    lines = source.splitlines(keepends=True)
-    _rewrite_scripts(tree, lines)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not _replaced(node):
-            continue
-        text = _statement(node, moved, kept)
-        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-        head, tail = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-        lines[first : last + 1] = [head + text + tail] + ["\n"] * (last - first)
+
+    def statement(found: re.Match[str]) -> str:
+        module, text = found[1], re.sub(r"#.*", "", found[2].strip("()"))
+        if set(text) & set("{*"):  # a script to be formatted, or all names
+            return f"from gleanrl{module} import {found[2]}"
+        parts = []
+        for name, alias in _NAME.findall(text):
+            bound = alias or name
+            place, spelling = _place(module, name)
+            known = place.startswith("gleanrl")
+            (moved if known else kept).append(bound if known else f"{place}.{name}")
+            parts.append(
+                f"from {place} import {spelling}" + (f" as {bound}" if bound != spelling else "")
+            )
         # Empty lines take the place of a long statement's other lines, so line numbers stay.
-    return Rebound("".join(lines), tuple(moved), tuple(kept))
+        return "; ".join(parts) + "\n" * found[2].count("\n")
+
+    return Rebound(_IMPORT.sub(statement, source), tuple(moved), tuple(kept))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -60,43 +69,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**plain, **os.environ, **more, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def _replaced(node: ast.ImportFrom) -> bool:
-    package, *rest = (node.module or "").split(".")
-    return package == "torchrl" and bool(rest) and rest[0] in REPLACED and not node.level
-
-
-def _rewrite_scripts(tree: ast.AST, lines: list[str]) -> None:
-    """Rewrite the import lines of scripts that the program holds as strings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[number] = _IN_STRING.sub(r"\1gleanrl\2", lines[number])
-
-
-def _statement(node: ast.ImportFrom, moved: list[str], kept: list[str]) -> str:
-    parts: list[str] = []
-    for alias in node.names:
-        bound = alias.asname or alias.name
-        place = _place(node.module or "", alias.name)
-        if place is None:
-            kept.append(f"{node.module}.{alias.name}")
-            place = (node.module or "", alias.name)
-        else:
-            moved.append(bound)
-        module, name = place
-        parts.append(f"from {module} import {name}" + (f" as {bound}" if bound != name else ""))
-    return "; ".join(parts)
-
-
-def _place(module: str, name: str) -> tuple[str, str] | None:
-    """Return where GleanRL has ``name``: the same module, else the public package."""
-    own = "gleanrl" + module.removeprefix("torchrl")
-    public = ".".join(own.split(".")[:2])
-    for place in (own, public):
+def _place(module: str, name: str) -> tuple[str, str]:
+    """Return a name's module and spelling: GleanRL's, in the same module or else the public one."""
+    own = f"gleanrl{module}"
+    for place in (own, ".".join(own.split(".")[:2])):
         for spelling in (name, name.lstrip("_")):
             if _exists(place, spelling):
                 return place, spelling
-    return None
+    return f"torchrl{module}", name
 
 
 def _exists(module: str, name: str) -> bool:
