@@ -19,8 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,9 +170,14 @@ def traced(system: Batches, batches: int, seconds: float) -> float:
             return spent["timeline"] / (time.perf_counter() - began)
 
 
-class _TimedUntilClosed(gym.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, env: gym.Env[Any, Any], path: Path) -> None:
-        super().__init__(env)
+class TimedUntilClosed(gym.Wrapper[Any, Any, Any, Any]):
+    """Builds an environment; from then on, its process measures its parts of watching.
+
+    Seconds by part are in ``path`` when the environment has been closed.
+    """
+
+    def __init__(self, build: Callable[[], gym.Env[Any, Any]], path: Path) -> None:
+        super().__init__(build())
         self._path, self._until_closed = path, ExitStack()
         self._spent = self._until_closed.enter_context(timed(parts()))
 
@@ -181,19 +185,6 @@ class _TimedUntilClosed(gym.Wrapper[Any, Any, Any, Any]):
         self._until_closed.close()
         self._path.write_text(json.dumps(self._spent))
         super().close()
-
-
-@dataclass(frozen=True)
-class TimedFrom:
-    """Builds an environment; from then on, the process measures its parts of watching."""
-
-    build: Callable[[], gym.Env[Any, Any]]
-    path: Path
-    """Where seconds by part are when the environment has been closed."""
-
-    def __call__(self) -> gym.Env[Any, Any]:
-        """Build it."""
-        return _TimedUntilClosed(self.build(), self.path)
 
 
 def run(case: str, seconds: float) -> dict[str, Any]:
@@ -212,7 +203,7 @@ def run(case: str, seconds: float) -> dict[str, Any]:
         return measured(inline(factories, policy, frames, **options), frames // count, seconds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spent.json"
-        factories[0] = TimedFrom(factories[0], path)
+        factories[0] = partial(TimedUntilClosed, factories[0], path)
         system = over("process", "sync", [factories], policy, frames, **options)
         found = measured(system, frames // count, seconds, turns=False)
         rollouts = system.collector.stats()["frames"] / frames

@@ -75,7 +75,8 @@ def _fill(buffer: gleanrl.ReplayBuffer, first: int = 0) -> None:
     rows = _rows(first)
     buffer.extend(rows if buffer.storage.ndim == 2 else rows.reshape(-1))
     for _ in range(2):
-        _try(lambda: buffer.sample(4))
+        with contextlib.suppress(gleanrl.ReplayError):  # priorities that are all zero, say
+            buffer.sample(4)
 
 
 def _record(path: Path, format: str) -> None:
@@ -141,26 +142,21 @@ def read(path: Path, chance: random.Random) -> str:
         except GleanError as err:
             return f"read, not converted ({type(err).__name__})"
         return "read, converted"
-    name = path.name.removeprefix("buffer ")
-    result = _load(_buffers()[name](), lambda buffer: buffer.loads(path))
+    make = _buffers()[path.name.removeprefix("buffer ")]
+    result, other = _load(make(), path), make()
+    _fill(other)
     try:
-        _buffers_like(name).dumps(path)
+        other.dumps(path)
     except (GleanError, OSError) as err:
         result += f", not replaced ({type(err).__name__})"
     return result
 
 
-def _buffers_like(name: str) -> gleanrl.ReplayBuffer:
-    buffer = _buffers()[name]()
-    _fill(buffer)
-    return buffer
-
-
-def _load(buffer: gleanrl.ReplayBuffer, load: Callable[[gleanrl.ReplayBuffer], None]) -> str:
+def _load(buffer: gleanrl.ReplayBuffer, path: Path) -> str:
     _fill(buffer, 1000)
     before, number = _contents(buffer), buffer.write_count
     try:
-        load(buffer)
+        buffer.loads(path)
     except GleanError as err:
         assert _contents(buffer) == before, "a load that failed changed the buffer"
         assert buffer.write_count == number
@@ -171,11 +167,6 @@ def _load(buffer: gleanrl.ReplayBuffer, load: Callable[[gleanrl.ReplayBuffer], N
         buffer[:]
     _fill(buffer, 2000)
     return result
-
-
-def _try(call: Callable[[], object]) -> None:
-    with contextlib.suppress(gleanrl.ReplayError):  # priorities that are all zero, say
-        call()
 
 
 # -- damage ----------------------------------------------------------------------------------------
