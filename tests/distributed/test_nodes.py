@@ -52,7 +52,8 @@ def until_error(collector):
 # -- data ------------------------------------------------------------------------------------------
 
 
-def logits_policy():
+def logits_policy(width=0):
+    """Return a policy that also writes ``width`` numbers per step."""
     torch.manual_seed(0)
     from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 
@@ -63,13 +64,14 @@ def logits_policy():
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    return ProbabilisticTensorDictSequential(net, draw)
+    wide = TensorDictModule(torch.nn.Linear(4, width or 1), ["observation"], ["wide"])
+    return ProbabilisticTensorDictSequential(*([wide] if width else []), net, draw)
 
 
 SHAPES = {
     "stacked": {},
     "in time": {"cat_results": -1},
-    "large rows apart": {"cat_results": 0, "per_node": 8192},
+    "large rows apart": {"cat_results": 0, "per_node": 128, "width": 1024},  # received in place
     "one after another": {"frames_per_batch": [24, 40], "cat_results": -1},
 }
 
@@ -77,13 +79,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nodes_give_what_inline_workers_give(shape):
     options = {"num_envs": 4, "total_frames": -1, **SHAPES[shape]}
-    per_node = options.pop("per_node", 32)
+    per_node, width = options.pop("per_node", 32), options.pop("width", 0)
     options.setdefault("frames_per_batch", 2 * per_node)
     envs = ["CartPole-v1"] * 2
 
     def collect(make, **more):
         torch.manual_seed(1)
-        policy = logits_policy()
+        policy = logits_policy(width)
         with make(envs, policy, track_policy_version=True, **options, **more) as collector:
             assert collector.set_seed(3) == 10
             for batch, _ in zip(collector, range(4), strict=False):
