@@ -276,14 +276,20 @@ def _run(words: list[str]) -> None:
     exec(compile(source, name, "exec"), main.__dict__)
 
 
+LIBRARIES = ("torchrl.envs", "torchrl.collectors", "torchrl.testing.mocking_classes")
+LIBRARIES += ("pytest", "hypothesis")
+"""What modules of tests import, and with them each worker that has something of theirs."""
+
+
 def _import() -> None:
-    """Import all of GleanRL, and with it whatever it needs; TorchRL, of which tests use much."""
+    """Import all of GleanRL, and with it whatever it needs; libraries of which tests use much."""
     import gleanrl
 
-    with warnings.catch_warnings(), contextlib.suppress(ImportError):
-        warnings.simplefilter("ignore")
-        sys.modules["ray"] = None  # type: ignore[assignment]  # once imported, it cannot be forked
-        importlib.import_module("torchrl.envs")
+    sys.modules["ray"] = None  # type: ignore[assignment]  # once imported, it cannot be forked
+    for name in LIBRARIES:
+        with warnings.catch_warnings(), contextlib.suppress(ImportError):
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
     del sys.modules["ray"]
     for found in pkgutil.walk_packages(gleanrl.__path__, "gleanrl."):
         if not found.name.endswith("__main__"):
