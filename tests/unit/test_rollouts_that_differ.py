@@ -41,7 +41,10 @@ CHANGES = {
         lambda td: td.set("observation", td["observation"].repeat(1, 2)),
         r"'observation'.*\(2, 2\) at .*\(2, 1\)",
     ),
-    "an entry less": (lambda td: td.exclude("observation"), "'observation'.*nothing.*was torch.int32"),
+    "an entry less": (
+        lambda td: td.exclude("observation"),
+        "'observation'.*nothing.*was torch.int32",
+    ),
     "text": (lambda td: td.set_non_tensor("more", "text"), "'more'.*text.*was not there"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -48,27 +48,21 @@ class DeliveredFields:
 
     def __init__(
         self,
-        batch_shape: tuple[int, ...],
+        env: EnvLayout,
         root: Iterable[Field],
-        after: Iterable[Field],
+        written: Iterable[Field],
         options: SourceOptions,
         *,
-        dones: Sequence[DoneGroup],
-        finite: Container[Key],
-        rewards: Sequence[Field],
         root_fields: tuple[Field, ...] = (),
         groups: tuple[Group, ...] = (),
     ) -> None:
         """Compose the layout.
 
         Args:
-            batch_shape: Shape of the environment batch.
+            env: The environment's side of a step.
             root: Root fields.
-            after: What stands under ``"next"``, keys without it.
+            written: What the policy writes under ``"next"``, keys without it.
             options: What the user asked for.
-            dones: The environment's end flags.
-            finite: Keys of observations and rewards, without ``"next"``.
-            rewards: The rewards, their keys without ``"next"``.
             root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
 
@@ -79,14 +73,16 @@ class DeliveredFields:
         self._options = options
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
         self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
-        self._groups = end_groups(options, dones)
-        self._rewards = [next_key(field.key) for field in rewards]
+        self._groups = end_groups(options, env.dones)
+        self._rewards = [next_key(field.key) for field in env.rewards]
         self.root_fields = root_fields
         self._flags = [
             Field(key, group.shape, torch.bool) for group in self._groups for key in group.keys()
         ]
-        fields = self._compose(root, after)
-        self.layout = Layout(batch_shape, fields, groups=groups)
+        shown = () if options.compact_obs else env.observations
+        fields = self._compose(root, (*env.rewards, *shown, *written))
+        self.layout = Layout(env.batch_shape, fields, groups=groups)
+        finite = {field.key for field in (*env.observations, *env.rewards)}
         floats = (
             field
             for field in fields
@@ -108,17 +104,13 @@ class DeliveredFields:
         states = [after[key] for key in policy.states]
         init = [Field(IS_INIT, (1,), torch.bool)] if IS_INIT in policy.provided else []
         root_fields = (*env.observations, *states, *init)
-        shown = () if options.compact_obs else env.observations
         observed, written = ([field.key for field in each] for each in (env.observations, outputs))
         check_options(options, observed, end_groups(options, env.dones), written)
         return cls(
-            env.batch_shape,
+            env,
             (*root_fields, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
-            (*env.rewards, *shown, *after.values()),
+            after.values(),
             options,
-            dones=env.dones,
-            finite={field.key for field in (*env.observations, *env.rewards)},
-            rewards=env.rewards,
             root_fields=root_fields,
             groups=(*env.groups, *(replace(g, key=next_key(g.key)) for g in env.groups)),
         )

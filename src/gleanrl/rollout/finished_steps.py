@@ -117,17 +117,11 @@ def expect(
         for key in actor.policy_written_state
         if key not in roots and key in written
     }
-    shown = () if options.compact_obs else layout.observations
-    after = {field.key: field for field in (*layout.rewards, *shown)}
-    after |= written
     fields = DeliveredFields(
-        layout.batch_shape,
+        layout,
         [*roots.values(), *late.values()],
-        after.values(),
+        written.values(),
         options,
-        dones=layout.dones,
-        finite={field.key for field in (*layout.observations, *layout.rewards)},
-        rewards=layout.rewards,
         groups=tuple(_groups(env, root, size)),
     )
     unset = fields.flags - flags
@@ -136,14 +130,14 @@ def expect(
         for field in fields.layout.fields
         if field.key not in fields.bulk and field.key[field.key[0] == NEXT :] not in unset
     )
-    observed = [field.key for field in layout.observations]
+    left_out = {field.key for field in layout.observations if options.compact_obs} - written.keys()
     return ExpectedSteps(
         fields,
         stored=stored,
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
         ignored=(
-            *(next_key(key) for key in observed if key not in after),
+            *map(next_key, left_out),
             *(key for key in actor.provided if key == STEP_COUNT),
         ),
     )

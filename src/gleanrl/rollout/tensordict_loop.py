@@ -24,7 +24,7 @@ from gleanrl.core.keys import (
     is_private,
     next_key,
 )
-from gleanrl.core.layout import Field, Layout
+from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
@@ -84,9 +84,8 @@ class TensorDictRollout(BaseSource):
         self._why = why
         self._batch = tuple(env.batch_size)
         groups = handle.ends.groups
-        self._groups = end_groups(options, groups)
         written = () if actor.zero_outputs is None else leaves(actor.zero_outputs)
-        check_options(options, contract.observed, self._groups, written)
+        check_options(options, contract.observed, end_groups(options, groups), written)
         self.num_envs = envs = handle.num_envs
         self._given = [Field(key, (1,), dtype) for key, dtype in actor.provided.items()]
         self._next_given = Window.allocate(self._given, envs, 1)
@@ -99,10 +98,12 @@ class TensorDictRollout(BaseSource):
         expected = expect(env, actor, contract, options) if options.fast else None
         hidden = map(next_key, contract.observed) if expected is None else expected.ignored
         self._hidden = tuple(hidden) if options.compact_obs else ()
-        self._fields = None if expected is None else expected.fields
-        self._bulk = DeliveredFields(
-            self._batch, (), (), options, dones=self._groups, finite=(), rewards=()
+        self._fields = (
+            DeliveredFields(EnvLayout(self._batch, (), (), (), dones=groups), (), (), options)
+            if expected is None
+            else expected.fields
         )
+        self._has_layout = expected is not None
         shown = shown_entries(contract, handle.ends.keys, actor.after)
         self._recorder = StepRecorder(handle.kind, shown, expected)
         self._zero_states(range(envs))
@@ -116,14 +117,14 @@ class TensorDictRollout(BaseSource):
         fixed = "steps go into rows, if the first one is what was expected"
         loop = f"one TensorDict, carried from step to step ({self._why}); "
         return explanation(
-            loop + (fixed if self._fields else "steps have no fixed layout"),
+            loop + (fixed if self._has_layout else "steps have no fixed layout"),
             f"{self._handle.kind}, called as it is by its TensorDict methods",
             parts,
         )
 
     def layout(self) -> Layout | None:
         """Describe one step; ``None`` if rollouts travel as payloads."""
-        return None if self._fields is None else self._fields.layout
+        return self._fields.layout if self._has_layout else None
 
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
         """Take ``steps`` steps, fewer if ``stop`` is raised."""
@@ -135,7 +136,7 @@ class TensorDictRollout(BaseSource):
             if policy is not None:
                 policy.begin()
             recorder.begin(window)
-            if self._fields is not None and recorder.steps is None:
+            if recorder.steps is None:
                 assert window is not None
                 self._fields.begin(window, self._no_rows)
             given = Window.allocate(self._given, self.num_envs, steps + 1)
@@ -251,7 +252,6 @@ class TensorDictRollout(BaseSource):
         recorder = self._recorder
         if recorder.steps is not None:
             return self._assemble(recorder.steps, steps)
-        assert self._fields is not None
         assert window is not None
         self._fields.complete_flags(window, self._handle.ends.keys, taken)
         self._fields.finish(window, self.tracker, taken, self.policy_version)
@@ -259,7 +259,7 @@ class TensorDictRollout(BaseSource):
 
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
         """Stack the steps, and add the entries that are counted in bulk."""
-        bulk, valid = self._bulk, len(taken)
+        fields, valid = self._fields, len(taken)
         self._check_declared(taken)
         if self.options.check_finite:
             for t, step in enumerate(taken):
@@ -268,20 +268,22 @@ class TensorDictRollout(BaseSource):
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = stacked([*taken, *never], len(self._batch))
         batch = time_named(self._delivered(stack), len(self._batch))
-        window = Window.allocate(bulk.layout.fields, self.num_envs, steps)
-        bulk.begin(window, self._no_rows)
+        window = Window.allocate(fields.layout.fields, self.num_envs, steps)
+        fields.begin(window, self._no_rows)
         there = leaves(batch)
-        given = [key for key in bulk.flags if next_key(key) in there]
+        given = [key for key in fields.flags if next_key(key) in there]
         for key in given:
             rows = window.tensor(next_key(key))
             rows.copy_(batch.get(next_key(key)).reshape(rows.shape))
-        bulk.complete_flags(window, given, valid)
-        bulk.finish(window, self.tracker, valid, self.policy_version, self._payload_rewards(taken))
-        written = {*bulk.bulk}
+        fields.complete_flags(window, given, valid)
+        rewards = self._payload_rewards(taken)
+        fields.finish(window, self.tracker, valid, self.policy_version, rewards)
+        flags = {*fields.flags, *map(next_key, fields.flags)}
+        written = {*fields.bulk, *(flags - there)}
         if self.options.set_truncated:
-            written.update(map(next_key, bulk.flags))
-        for field in bulk.layout.fields:
-            if field.key in written or field.key not in there:
+            written.update(map(next_key, fields.flags))
+        for field in fields.layout.fields:
+            if field.key in written:
                 value = window.tensor(field.key)
                 batch.set(field.key, value.reshape(*batch.batch_size, *field.shape))
         return batch
