@@ -23,13 +23,14 @@ from tools.hunt.build import build
 from tools.hunt.cases import Case
 from tools.hunt.checks import check_slices, checker_of, frames_of, require
 from tools.hunt.policies import around_beginning, make_policy
-from tools.hunt.worlds import _counters, length, make_one, reward, start_counting
+from tools.hunt.worlds import _counters, length, make_one, reward, start_counting, wage
 
 SLICE = 2
 RECENT = 100
 """Episodes whose returns ``stats()`` knows."""
 RETURNS = ("episodes", "return_min", "return_max")
 ROWS = 20_000
+WAGE = 32.0
 
 
 class Refused(Exception):
@@ -236,12 +237,17 @@ class _Run:
         with gleanrl.Evaluator(
             makes, self.policy, num_trajectories=count, backend="inline", seed=case.seed
         ) as evaluator:
-            found = evaluator.evaluate()
+            models = {"env.wage": wage(WAGE)} if case.env == "native" else None
+            found = evaluator.evaluate(weights_dict=models)
+        bonus = WAGE if models else 0.0
         found_lengths, returns = found.lengths.tolist(), found.returns.tolist()
         # The environment has been reset once or twice before its first episode that counts.
         played = [[length(number, first + at) for at in range(count)] for first in range(3)]
         require(found_lengths in played, f"evaluated episodes of {found_lengths} steps")
-        paid = [sum(reward(number, step, tag) for step in range(steps)) for steps in found_lengths]
+        paid = [
+            sum(reward(number, step, tag, bonus) for step in range(steps))
+            for steps in found_lengths
+        ]
         require(returns == paid, f"evaluated {returns}, not {paid}")
 
     def batch(self) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from pettingzoo import ParallelEnv
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
 
 from gleanrl.envs import EnvBase
 
@@ -183,17 +184,22 @@ class Agents(ParallelEnv):  # type: ignore[misc]
 
 
 class Native(EnvBase):
-    """A `Life` as an environment of TensorDicts."""
+    """A `Life` as an environment of TensorDicts; its ``wage`` is a model that episodes begin with.
+
+    The wage at the reset is added to each reward of the episode.
+    """
 
     def __init__(self, number: int, draws: bool, bonus: float = 0.0) -> None:
         super().__init__()
         gymnasium = Certified(number, "fresh", draws, bonus)
         self.life = gymnasium.life
-        self._gymnasium = gymnasium
+        self._gymnasium, self._bonus = gymnasium, bonus
+        self.wage = wage(0.0)
         like = _native_specs()
         self.observation_spec, self.action_spec, self.reward_spec, self.done_spec = like
 
     def _reset(self, tensordict: Any | None = None, **options: Any) -> TensorDictBase:
+        self.life.bonus = self._bonus + float(self.wage.weight.detach())
         observation, _info = self._gymnasium.reset()
         ends = {name: torch.zeros(1, dtype=torch.bool) for name in ("done", "terminated")}
         ends["truncated"] = torch.zeros(1, dtype=torch.bool)
@@ -211,6 +217,13 @@ class Native(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         torch.manual_seed(seed or 0)
+
+
+def wage(value: float) -> nn.Linear:
+    """Make the model that an environment adds to its rewards."""
+    made = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(made.weight, value)
+    return made
 
 
 def _torchrl(env: gym.Env[Any, Any]) -> Any:
