@@ -389,6 +389,21 @@ def test_threads_take_turns():
     assert isinstance(found[0], TensorDict)
 
 
+def test_versions_are_counted_between_rollouts():
+    class Counted(Count):
+        def step(self, action):
+            if self.t == 4:
+                threads[0].start()
+                threads[0].join(0.05)  # it has to wait for the end of this rollout
+            return super().step(action)
+
+    with Collector(Counted, frames_per_batch=10, track_policy_version=True) as collector:
+        threads = [threading.Thread(target=collector.increment_version)]
+        for version in (0, 1):
+            assert collector.next()["policy_version"].tolist() == [version] * 10
+            threads[0].join(60)
+
+
 def test_shutting_down_from_another_thread_ends_a_rollout_after_its_step():
     begun, env = threading.Event(), Count(10**9)
 
