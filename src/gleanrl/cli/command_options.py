@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection
@@ -71,11 +72,9 @@ def address(text: str) -> tuple[str, int]:
     (('10.0.0.5', 10003), ('::1', 1))
     """
     host, _, number = text.rpartition(":")
-    try:
+    with contextlib.suppress(argparse.ArgumentTypeError):
         if host:
             return host.strip("[]"), port(number)
-    except argparse.ArgumentTypeError:
-        pass
     raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 10.0.0.5:10003")
 
 

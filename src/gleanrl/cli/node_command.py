@@ -37,8 +37,7 @@ def run(options: NodeOptions) -> int:
             "secret; the learner says where that is"
         )
     node = _number() if options.node is None else options.node
-    host, port = options.address
-    invitation = Invitation(host, port, node, secret_from(text), options.wait_s)
+    invitation = Invitation(*options.address, node, secret_from(text), options.wait_s)
     label = f"process {os.getpid()} on {socket.gethostname()}"
     run_node(invitation, (signal.SIGTERM, signal.SIGINT), label)
     return 0
