@@ -148,6 +148,11 @@ class RingIndex:
         # Readers take no lock: `empty` and `restore` write one of the two words before the other.
         return max(0, min(int(self._h[_CURSOR] - self._h[_BASE]), int(self._h[_SLOTS])))
 
+    @property
+    def next_number(self) -> int:
+        """A bound above all sequence numbers of complete rows: later rows have larger ones."""
+        return (int(self._h[_CURSOR]) + 1) << _AUTHOR_BITS
+
     def is_at(self, version: Version | None) -> bool:
         """Tell whether no sequence number has changed since ``version``."""
         return version is not None and version[:3] == (

@@ -284,8 +284,8 @@ class PrioritizedSampler(Sampler):
         self._max = 1.0
         self._version: Version | None = None
         self._known = np.zeros(max_capacity, np.int64)
-        self._drawn: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_SAMPLES_KNOWN)
-        """Places and sequence numbers of the latest samples."""
+        self._drawn: deque[tuple[torch.Tensor, int]] = deque(maxlen=_SAMPLES_KNOWN)
+        """Places of the latest samples, and the least sequence number of later rows."""
 
     @property
     def alpha(self) -> float:
@@ -335,8 +335,7 @@ class PrioritizedSampler(Sampler):
             draw = draw_complete(storage, propose, count)
             if draw is not None:
                 self._weigh(draw)
-                seen = storage.sequence_of(draw.index) if draw.seen is None else draw.seen
-                self._drawn.append((draw.index, seen))
+                self._drawn.append((draw.index, storage.ring.next_number))
                 return draw
             self._drop(storage)
         raise empty_error(storage)
@@ -367,9 +366,9 @@ class PrioritizedSampler(Sampler):
         if len(priority):
             self._max = max(self._max, float(priority.max()))
         numbers = storage.sequence_of(index)
-        for places, seen in reversed(self._drawn):
+        for places, later in reversed(self._drawn):
             if torch.equal(places, index):
-                same = numbers == seen
+                same = (numbers > 0) & (numbers < later)
                 index, raised, numbers = index[same], raised[same], numbers[same]
                 break
         self._tree.set(index, raised.mul_(numbers > 0))
