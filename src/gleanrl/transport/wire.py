@@ -75,7 +75,7 @@ class CommandReader:
         ticket, _ = head_of(frame)
         try:
             return ticket, self._command(frame)
-        except Exception as err:  # whatever the user's objects do when unpickled
+        except Exception as err:  # of the user's objects
             return ticket, _failed(
                 self._worker,
                 ticket,
@@ -92,25 +92,6 @@ class CommandReader:
         if isinstance(command, m.Collect):
             self._windows[command.window.slot] = command.window
         return command
-
-
-def _write_reply(reply: m.Reply) -> bytes:
-    if isinstance(reply, m.Rolled) and reply.report.payload is None:
-        report = reply.report
-        head = _ROLLED.pack(
-            _R,
-            reply.ticket,
-            reply.worker,
-            report.steps,
-            report.frames,
-            report.policy_version,
-            report.discarded,
-            *report.times,
-            *report.seconds,
-            report.weights_s,
-        )
-        return head + report.ended
-    return _HEAD.pack(_P, reply.ticket, reply.worker) + dumps(reply)
 
 
 def head_of(frame: bytes) -> tuple[int, int]:
@@ -142,15 +123,32 @@ def _failed(worker: int, ticket: int, cause: Exception, problem: str, advice: st
 
 def frame_of(reply: m.Reply) -> bytes:
     """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
+    if isinstance(reply, m.Rolled) and reply.report.payload is None:
+        report = reply.report
+        head = _ROLLED.pack(
+            _R,
+            reply.ticket,
+            reply.worker,
+            report.steps,
+            report.frames,
+            report.policy_version,
+            report.discarded,
+            *report.times,
+            *report.seconds,
+            report.weights_s,
+        )
+        return head + report.ended
     if isinstance(reply, m.Failed):
         remote = RemoteError.of(reply.error)
         reply = m.Failed(reply.worker, reply.ticket, remote)  # type: ignore[arg-type]
     try:
-        return _write_reply(reply)
-    except Exception as err:  # whatever the user's objects do when pickled
+        return _HEAD.pack(_P, reply.ticket, reply.worker) + dumps(reply)
+    except Exception as err:  # of the user's objects
         problem = "the answer cannot be sent to the learner's process"
         advice = "ask for an attribute that can be pickled"
-        return frame_of(_failed(reply.worker, reply.ticket, err, problem, advice))
+        failed = _failed(reply.worker, reply.ticket, err, problem, advice)
+        failed.error.__cause__ = None  # its traceback is of pickle's code
+        return frame_of(failed)
 
 
 def reply_in(frame: bytes) -> m.Reply:
@@ -163,7 +161,7 @@ def reply_in(frame: bytes) -> m.Reply:
         return m.Rolled(worker, ticket, report)
     try:
         reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
-    except Exception as err:  # whatever the user's objects do when unpickled
+    except Exception as err:  # of the user's objects
         ticket, worker = head_of(frame)
         problem = f"the answer of worker {worker} cannot be loaded here"
         advice = "ask for an attribute that can be unpickled in the learner's process"

@@ -77,8 +77,10 @@ class Worker:
         began = monotonic()
         self._waited += began - self._idle_since
         try:
-            if not isinstance(command, m.NoWeights):
-                self._refresh()  # a state contains the weights that were published before
+            if self._receiver is not None and not isinstance(command, m.NoWeights):
+                snapshot = self._receiver.newest()  # a state contains what was published before
+                if snapshot is not None:
+                    self._load(snapshot)
             if isinstance(command, m.Collect):
                 report = self._collect(command)
                 self._complete(report, began)
@@ -115,12 +117,6 @@ class Worker:
         report.times = taken, begin, end
         rest = total - waited - env - policy
         report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited, resets
-
-    def _refresh(self) -> None:
-        if self._receiver is not None:
-            snapshot = self._receiver.newest()
-            if snapshot is not None:
-                self._load(snapshot)
 
     def _collect(self, command: m.Collect) -> m.Report:
         reference = command.window

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from gleanrl.core.deadline import Deadline
@@ -75,8 +75,14 @@ class Zygote:
         # for all. Reentrant, because the garbage collector may close one collector in the middle of
         # another's fork.
         self._lock = threading.RLock()
-        with theirs, _own_process() as owner:
-            self._process = None if _forked_by_zygote(theirs, owner) else _spawned(theirs, owner)
+        fds = [theirs.detach()]
+        try:
+            with contextlib.suppress(OSError):  # a kernel without descriptors of processes
+                fds.append(os.pidfd_open(os.getpid()))  # tells the zygote when this process ends
+            self._process = None if _forked_by_zygote(fds) else _spawned(fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     @property
     def alive(self) -> bool:
@@ -211,39 +217,25 @@ def exit_text(status: int) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
-@contextlib.contextmanager
-def _own_process() -> Iterator[Sequence[int]]:
-    """Open a descriptor that tells when this process ends; none where the kernel has no such."""
-    try:
-        watched = os.pidfd_open(os.getpid())
-    except OSError:
-        yield ()
-        return
-    try:
-        yield (watched,)
-    finally:
-        os.close(watched)
-
-
-def _forked_by_zygote(theirs: socket.socket, owner: Sequence[int]) -> bool:
+def _forked_by_zygote(fds: Sequence[int]) -> bool:
     """Ask the zygote that this process was forked from for another one, if there is one."""
     if _request_end is None:
         return False
     try:
-        socket.send_fds(_request_end, [b"zygote"], [theirs.fileno(), *owner])
+        socket.send_fds(_request_end, [b"zygote"], fds)
     except OSError:  # it is gone
         return False
     return True
 
 
-def _spawned(theirs: socket.socket, owner: Sequence[int]) -> subprocess.Popen[bytes]:
+def _spawned(given: Sequence[int]) -> subprocess.Popen[bytes]:
     path = [
         os.fsdecode(entry) for entry in sys.path if isinstance(entry, str | bytes | os.PathLike)
     ]
     # tensordict leaves "None" after a lazy stack, and in another process cannot read that.
     environment = {k: v for k, v in os.environ.items() if (k, v) != ("LAZY_LEGACY_OP", "None")}
     # Not one of the three that stand for something else, which may be free in this process.
-    fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (theirs.fileno(), *owner)]
+    fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in given]
     try:
         # A session of its own: Ctrl-C in the terminal is the learner's to handle.
         return subprocess.Popen(

@@ -205,8 +205,6 @@ class TrackedModule:
     def _find(self) -> None:
         weights = module_weights(self.module)
         self.names = [name for name, value in weights.items() if isinstance(value, torch.Tensor)]
-        self.has_extra = len(self.names) < len(weights)
-        """Whether there is extra state, which is not a tensor."""
         self._tensors = [weights[name] for name in self.names]
         self._tables: list[dict[str, Any]] = [
             table
