@@ -8,6 +8,7 @@ authentication: between hosts, a firewall has to keep strangers out.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ from torch import distributed as dist
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 
-KINDS = ("gloo", "nccl", "mpi", "ucc")
 _LEARNER, _NODE = 0, 1
 """The two ranks of every group."""
 _TAG = 0
@@ -28,32 +28,22 @@ _FOR_EVER = 1e8
 connection sees to."""
 
 
-def check_kind(kind: str) -> None:
-    """Check that tensors can travel by ``kind`` here.
-
-    Raises:
-        ConfigError: an unknown kind, or one that this PyTorch or this machine does not have.
-    """
-    if kind not in KINDS:
-        raise ConfigError(f"backend ({kind!r}) must be one of {', '.join(map(repr, KINDS))}")
-    if not dist.is_available():
-        raise ConfigError("this PyTorch was built without torch.distributed; install one with it")
-    if kind == "gloo" and not dist.is_gloo_available():
-        raise ConfigError(
-            "backend='gloo': this PyTorch was built without it; install one that has it"
-        )
-    if kind == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ConfigError(
-            "backend='nccl' needs a CUDA build of PyTorch and a GPU on the learner and on every "
-            "node; use backend='gloo' where there is none"
-        )
-    if kind == "mpi":
-        raise ConfigError(
-            "backend='mpi': ranks of MPI have to be started together by mpirun, and nodes are "
-            "started one by one; use backend='gloo'"
-        )
-    if kind == "ucc" and not dist.is_ucc_available():
-        raise ConfigError("backend='ucc': this PyTorch was built without UCC; use backend='gloo'")
+_NEEDS: Mapping[str, tuple[Callable[[], bool], str]] = {
+    "gloo": (dist.is_gloo_available, "this PyTorch was built without it; install one that has it"),
+    "nccl": (
+        lambda: dist.is_nccl_available() and torch.cuda.is_available(),
+        "it needs a CUDA build of PyTorch and a GPU on the learner and on every node; use "
+        "backend='gloo' where there is none",
+    ),
+    "mpi": (
+        lambda: False,
+        "ranks of MPI have to be started together by mpirun, and nodes are started one by one; "
+        "use backend='gloo'",
+    ),
+    "ucc": (dist.is_ucc_available, "this PyTorch was built without UCC; use backend='gloo'"),
+}
+"""By kind, whether it can be used here, and the error where it cannot."""
+KINDS = tuple(_NEEDS)
 
 
 class ConnectionStore(dist.Store):  # type: ignore[misc, name-defined]  # not in the stubs
@@ -87,9 +77,13 @@ class ProcessGroups:
             timeout_s: Seconds that the learner waits for one transfer.
 
         Raises:
-            ConfigError: see `check_kind`.
+            ConfigError: an unknown kind, or one that this PyTorch or this machine does not have.
         """
-        check_kind(kind)
+        if kind not in KINDS:
+            raise ConfigError(f"backend ({kind!r}) must be one of {', '.join(map(repr, KINDS))}")
+        available, problem = _NEEDS[kind]
+        if not available():
+            raise ConfigError(f"backend={kind!r}: {problem}")
         self._kind, self._timeout_s = kind, timeout_s
 
     def connect(self, node: int) -> Connect:

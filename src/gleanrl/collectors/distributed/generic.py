@@ -31,7 +31,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
 from gleanrl.transport.network import NetworkBackend
-from gleanrl.transport.process_group import ProcessGroups, check_kind
+from gleanrl.transport.process_group import ProcessGroups
 
 _PORTS = 1 << 16
 _MOST_PORTS = 100
@@ -94,12 +94,12 @@ class DistributedCollector(CollectorWithWorkers):
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         functions = env_functions(create_env_fn, None, default=1)
         plan = plan_nodes(arguments, functions)
-        check_kind(arguments["backend"])
         heartbeat = seconds("heartbeat", arguments["heartbeat"])
         if heartbeat < _SHORTEST_BEAT_S:
             raise ConfigError(
                 f"heartbeat ({heartbeat}) must be at least {_SHORTEST_BEAT_S} seconds"
             )
+        plane = ProcessGroups(arguments["backend"], heartbeat)
         launcher = make_launcher(arguments["launcher"], arguments["slurm_kwargs"])
         ports = ports_to_try(arguments["tcp_port"])
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
@@ -108,7 +108,7 @@ class DistributedCollector(CollectorWithWorkers):
             lambda windows: NetworkBackend(
                 windows,
                 launcher,
-                ProcessGroups(arguments["backend"], heartbeat),
+                plane,
                 replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
