@@ -99,7 +99,7 @@ def pieces_of(reference: WindowRef) -> list[tuple[int, int]]:
 
 def in_one_piece(reference: WindowRef, plan: WindowRef) -> bool:
     """Tell whether the window lies in a slab of its own, which is laid out like ``plan``."""
-    if not reference.alone:  # what is padding here may be rows of others there
+    if not reference.alone:  # padding of this window may hold rows of others
         return False
     start = reference.blocks[0].offset
     return all(

@@ -163,7 +163,7 @@ def _introduce(
                 f"the learner at {where} speaks another version of the nodes' protocol; install "
                 "the same GleanRL on both"
             )
-        raise HandshakeError(f"{where} is no GleanRL learner")
+        raise HandshakeError(f"{where} is not a GleanRL learner")
     theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE)
     index = _INDEX.pack(invitation.node)
     proof = _sign(invitation.secret, b"node", theirs, mine, index)

@@ -132,7 +132,7 @@ class Node(ChannelPeer):
 
     def post(self, ticket: int, command: m.Command) -> None:
         """Send ``command`` as far as the connection takes it, and expect its rollout."""
-        frame = self.writer.write(ticket, command)  # may raise what the user's objects raise
+        frame = self.writer.write(ticket, command)  # may raise errors of the user's objects
         try:
             if isinstance(command, m.Collect) and command.window.blocks:
                 self._arriving[ticket] = self._expect(ticket, command.window)
@@ -472,7 +472,7 @@ class NetworkBackend(ChannelBackend[Node]):
             self._take_joined()
             return
         node = self._by_fd[fd]
-        # Read first: what a node sent before it ended is whole, and so is what it is about.
+        # Read first: messages that a node sent before its end are whole, as is their data.
         if events & ~select.EPOLLOUT:
             self._hear(node)
         if events & select.EPOLLOUT:

@@ -315,7 +315,7 @@ def run_node(
             endpoint.deliver()
             connection.finish()
             endpoint.answer(last)
-    finally:  # this process may go on
+    finally:  # this process may live on
         connection.finish()
         channel.hang_up()
         channel.close()
@@ -351,12 +351,12 @@ class NodeEndpoint:
         return block
 
     def _await_taken(self, slot: int) -> None:
-        """Wait until the learner has taken what was in ``slot``."""
+        """Wait until the learner has taken the last rollout in ``slot``."""
         for transfer in self._sending.pop(slot, ()):
             transfer.finish()
 
     def deliver(self) -> None:
-        """Wait until the learner has taken what was announced."""
+        """Wait until the learner has taken all announced rollouts."""
         if not self._connection.leaving:
             for slot in list(self._sending):
                 self._await_taken(slot)

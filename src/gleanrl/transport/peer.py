@@ -61,7 +61,7 @@ class RemoteBackend(ABC, Generic[P]):
     inline = False
     memory: Any = None
     _looks_first = False
-    """Whether `receive` receives what is there before it waits, from when on silence counts."""
+    """Whether `receive` first receives without waiting, so that silence counts from then on."""
 
     def __init__(self) -> None:
         require_linux("workers in other processes")
@@ -98,7 +98,7 @@ class RemoteBackend(ABC, Generic[P]):
         """Forget ``peer``, which is gone. Idempotent."""
 
     def send(self, worker: int, ticket: int, command: m.Command) -> None:
-        """Post ``command``; if the worker is gone, `receive` says so, after what it had sent.
+        """Post ``command``; if the worker is gone, `receive` says so, after its last messages.
 
         Raises:
             ClosedError: after `stop`.

@@ -30,7 +30,7 @@ _AROUND = re.compile(r"^((args\[0\]|factory|options)\.)+")
 
 @dataclass(frozen=True, slots=True)
 class Registering:
-    """A `SourceFactory` that registers first what is registered where it comes from."""
+    """A `SourceFactory` that first makes the registrations of the process it comes from."""
 
     registered: Registrations
     factory: SourceFactory
@@ -116,7 +116,7 @@ def pickled(worker: int, factory: SourceFactory) -> bytes:
     """
     try:
         return _dump(Registering(registrations(_dump), factory))
-    except Exception as err:  # whatever the user's objects do when pickled
+    except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
         raise ConfigError(
             f"what worker {worker} needs cannot be sent to a process: {where or 'it'} "

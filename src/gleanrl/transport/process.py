@@ -120,7 +120,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
     def _poll(self, timeout: float | None) -> None:
         for fd, events in interruptible(self._poller.poll, timeout):
             peer = self._by_fd[fd]
-            # Read first: what a worker sent before it ended is whole, and so is what it is about.
+            # Read first: messages that a worker sent before its end are whole, as is their data.
             if events & ~select.EPOLLOUT:
                 try:
                     self._arrived.extend(peer.channel.read())

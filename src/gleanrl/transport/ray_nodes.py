@@ -252,7 +252,7 @@ class RayPair:
 
 
 class _PutTransfer:
-    """A `Transfer` that is over: what was sent lies in the store."""
+    """A `Transfer` that is over, because the sent tensor lies in the store."""
 
     over = True
 

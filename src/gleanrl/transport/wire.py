@@ -1,4 +1,4 @@
-"""How messages are written as bytes and sent: one frame each, its first byte says what it is.
+"""Messages as bytes: one frame each, whose first byte tells its kind.
 
     C numbers         collect into a window that was described before (from the learner)
     R numbers         a rollout is done (from the worker); rewards and ends follow
@@ -152,7 +152,7 @@ def frame_of(reply: m.Reply) -> bytes:
 
 
 def reply_in(frame: bytes) -> m.Reply:
-    """Return the reply in ``frame``; one that cannot be loaded is a failure of what was asked."""
+    """Return the reply in ``frame``; one that cannot be loaded becomes the command's failure."""
     if frame[:1] == _R:
         found = _ROLLED.unpack_from(frame)
         ticket, worker, steps, frames, version, discarded = found[1:7]
@@ -220,7 +220,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes] | None = None) -> None:
-        """Take over ``sock``; ``keys`` authenticate what this end sends and what it receives."""
+        """Take over ``sock``; ``keys`` authenticate sent and received records."""
         sock.setblocking(False)
         self._socket = sock
         _open.add(self)

@@ -78,7 +78,7 @@ class Worker:
         self._waited += began - self._idle_since
         try:
             if self._receiver is not None and not isinstance(command, m.NoWeights):
-                snapshot = self._receiver.newest()  # a state contains what was published before
+                snapshot = self._receiver.newest()  # a state contains earlier publications
                 if snapshot is not None:
                     self._load(snapshot)
             if isinstance(command, m.Collect):

@@ -4,7 +4,7 @@ A buffer, which is sent as it is to workers that share no memory with the learne
 
     [version, serial, mark: int64][padding to 64 bytes][tensors, each aligned to 64 bytes]
 
-In shared memory nobody waits for anybody. A counter of publications stands before three buffers.
+In shared memory neither side waits. A counter of publications lies before three buffers.
 Publication n goes into the buffer after that of publication n - 1. The buffer is marked with 2n - 1
 before and with 2n afterwards; then the publication is counted. A reader copies the newest buffer
 and looks afterwards whether its mark has changed meanwhile. With three buffers that takes three

@@ -79,7 +79,7 @@ class WeightSyncScheme:
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Publish weights in shared memory; workers copy them when their next rollout begins.
 
-    The default. Publishing costs one copy, whatever the number of workers, and never waits.
+    The default. Publishing costs one copy for any number of workers, and never waits.
     """
 
     def __init__(

@@ -193,8 +193,8 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Weights:
 class TrackedModule:
     """The tensors of a module in training, in the order of their names.
 
-    Walking a module costs as much as copying a small one. So what was found is kept, together with
-    the dictionaries it was found in; as long as those hold the same objects, it is still true.
+    Walking a module costs as much as copying a small one. So the tensors are kept, together with
+    the dictionaries that hold them, and are valid as long as these hold the same objects.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -55,7 +55,7 @@ def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) 
     """Return the launcher called ``name``, or ``name`` if it is one.
 
     Raises:
-        ConfigError: an unknown name, or what it needs is not there.
+        ConfigError: an unknown name, or a missing package.
     """
     if not isinstance(name, str):
         return name

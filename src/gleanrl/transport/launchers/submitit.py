@@ -84,8 +84,8 @@ class Jobs:
         if self.cluster == "debug":
             raise ConfigError(
                 f"{what}['cluster'] is 'debug', which runs jobs in this very process, one after "
-                "another; a node runs beside its learner: use 'local' for processes of this "
-                "machine, or MultiSyncCollector(backend='inline') to debug what runs on nodes"
+                "another, but a node and its learner run together: use 'local' for processes of "
+                "this machine, or MultiSyncCollector(backend='inline') to debug the code of nodes"
             )
         for name in ("nodes", "tasks_per_node"):
             if self._conf.get(name, 1) != 1:
@@ -385,7 +385,7 @@ class DelayedLauncher:
         """Find the nodes.
 
         Raises:
-            ConfigError: this process is no main job, or another collector has its nodes.
+            ConfigError: this process is not a main job, or another collector has its nodes.
         """
         if _main_job is None:
             raise ConfigError(
