@@ -277,7 +277,7 @@ def test_the_only_node_is_waited_for_also_in_the_background(tmp_path):
         collector.start()
         kill(collector, 0)
         with rig.in_time(4 * rig.LIMIT):
-            collector._background.thread.join(4 * rig.LIMIT)
+            collector.collection.filling.thread.join(4 * rig.LIMIT)
         assert len(buffer) == 8 * 60
     with relaunching(rig.counting(0), max_relaunches=1) as collector:
         collector.next()

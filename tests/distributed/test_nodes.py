@@ -130,7 +130,7 @@ def test_a_replay_buffer_of_the_learner_is_filled_in_the_background():
     ) as collector:
         collector.start()
         with rig.in_time():
-            collector._background.thread.join(5.0)
+            collector.collection.filling.thread.join(5.0)
         assert len(buffer) == 400
         assert buffer.sample()["next", "observation"].shape == (16, 2)
 

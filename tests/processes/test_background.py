@@ -206,9 +206,9 @@ def test_what_may_be_called_when(make, kind):
     with pytest.raises(RuntimeError, match="it is not running"):
         collector.pause()
     collector.start()
-    thread = collector._background.thread
+    thread = collector.collection.filling.thread
     collector.start()
-    assert collector._background.thread is thread
+    assert collector.collection.filling.thread is thread
     for use in (collector.next, collector.rollout, lambda: next(collector.iterator())):
         with pytest.raises(RuntimeError, match="collects in the background"):
             use()
@@ -427,7 +427,7 @@ def test_a_collector_that_is_forgotten_ends(kind):
         [rig.counting(n) for n in range(2)], frames_per_batch=16, replay_buffer=rb
     )
     collector.start()
-    thread = collector._background.thread._thread
+    thread = collector.collection.filling.thread._thread
     rig.until(lambda: rb.write_count > 0)
     del collector
     gc.collect()

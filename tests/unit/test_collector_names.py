@@ -203,3 +203,15 @@ def test_cached_weights_are_those_of_the_learners_policy():
         assert collector.get_cached_weights("env.transform[0]") is None
     with MultiSyncCollector("CartPole-v1", **options) as collector:
         assert collector.get_cached_weights("policy") is None
+
+
+def test_the_collector_of_one_asynchronous_worker_counts_as_asynchronous():
+    assert issubclass(collectors.AsyncCollector, collectors.MultiAsyncCollector)
+    assert not issubclass(collectors.AsyncCollector, collectors.MultiSyncCollector)
+
+
+@pytest.mark.parametrize("name", collectors.__all__)
+def test_collectors_are_at_most_three_classes_below_those_of_torch(name):
+    kind = getattr(collectors, name)
+    if isinstance(kind, type) and issubclass(kind, collectors.BaseCollector):
+        assert sum(issubclass(base, collectors.BaseCollector) for base in kind.__mro__) <= 3

@@ -333,7 +333,7 @@ def test_an_updater_excludes_what_else_sends_weights(make, make_multi):
 
 def test_an_updater_knows_no_models(make):
     with make(Constant(), weight_updater=Default()) as collector:
-        for named in ({"weights_dict": {"policy": weights(1)}}, {"model_id": "policy"}):
+        for named in ({"weights_dict": {"critic": weights(1)}}, {"model_id": "critic"}):
             with pytest.raises(ConfigError, match="a weight updater knows the policy only"):
                 collector.update_policy_weights_(**named)
 

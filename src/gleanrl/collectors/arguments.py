@@ -1,15 +1,14 @@
 """Every argument of every collector's constructor, defined once.
 
-An argument is a key of one of the dictionaries below: its type, its default and what it means. A
-constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and
-the check of names all come from here; which collector takes an argument is said by the dictionary
-that holds it. `read` completes what was given and checks types, `check` finds contradictions.
+An argument is a key of one of the dictionaries below, with its type and its default; its meaning is
+in `argument_texts`. A constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures,
+``help()``, defaults and the check of names all come from here; a dictionary says which collector
+takes an argument. `read` completes what was given and checks types, `check` finds contradictions.
 """
 
 import functools
 import inspect
 import operator
-import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    is_typeddict,
 )
 
 import numpy as np
@@ -33,7 +31,8 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.controls import PostHook, PreHook
+from gleanrl.collectors.argument_texts import by_topic, text_of
+from gleanrl.collectors.hooks import PostHook, PreHook
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
@@ -55,75 +54,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 class CommonArguments(TypedDict, total=False):
-    """The arguments of every collector. A worker is a process, a node or a Ray actor.
-
-    Attributes:
-        total_frames: Frames, over all workers, after which iteration ends, rounded up to whole
-            batches; -1 or None for endless collection.
-        max_frames_per_traj: Truncate and reset an episode after this many steps; zero, negative or
-            None for no limit. Adds ``step_count``.
-        init_random_frames: Act at random, without calling the policy, for this many frames over all
-            workers (rounded up to whole batches). Other outputs of the policy are zero in them.
-        reset_at_each_iter: Reset all environments before each batch.
-        postproc: Applied to each batch in this process, after ``split_trajs``. Workers that write
-            into a buffer apply it to each of their rollouts.
-        split_trajs: Deliver one padded row per trajectory with a mask.
-        exploration_type: How a probabilistic policy acts; RANDOM by default.
-        exploration_mode: Retired spelling of ``exploration_type``.
-        set_truncated: Mark the last step of every batch as truncated.
-        replay_buffer: An object with ``extend`` (and ``add``). It gets the batches, and iteration
-            yields ``None``. Worker processes write into a `ReplayBuffer` of tensors by themselves;
-            the collector shares it if necessary. A `Recorder` writes the frames to disk.
-        extend_buffer: Store whole batches; ``False`` stores step by step with ``add``, one element
-            per step and worker. In a storage of ``[env, time]`` both are the same.
-        trust_policy: Call the policy on a TensorDict, without examining it.
-        compile_policy: Compile the policy with `torch.compile`; a mapping gives its arguments.
-        weight_updater: Retired: a `WeightUpdaterBase`, or a callable that returns one. It sends
-            weights instead of the schemes.
-        weight_sync_schemes: Per model id; a `NoWeightSyncScheme` keeps that model fixed. By default
-            weights travel through shared memory to processes, through torch.distributed to nodes
-            and through Ray to actors.
-        weight_recv_schemes: Models that the outer collector may update, if this collector runs
-            in a worker; see `register_scheme_receiver`.
-        track_policy_version: Deliver ``policy_version``: ``True``, or a `PolicyVersion` to count
-            with.
-        track_traj_ids: Deliver ``("collector", "traj_ids")``.
-        trajs_per_batch: Deliver exactly this many whole trajectories per batch.
-        trajs_per_write: With a replay buffer: whole trajectories per write, 1 by default.
-        traj_format: ``"padded"`` (with a mask) or ``"cat"``, for ``trajs_per_batch``.
-        traj_quota: With ``"equal"`` each environment gives equally many trajectories to a batch, in
-            the order of collection, so that short ones are not preferred. ``trajs_per_batch`` is
-            then rounded up to a multiple of the environments of all workers.
-        pre_collect_hook: Called before each batch is collected; in every worker, before each of its
-            rollouts.
-        post_collect_hook: Called with each batch before it is delivered. A worker calls it with
-            each of its rollouts, or with the rows that it stores if workers write into a buffer.
-            The memory is reused, so clone data that you keep. The hook may change values in place;
-            new entries need ``postproc``.
-        compact_obs: Leave out the observations under ``next``. The last observation of an episode
-            and of a batch is lost then, because no other row holds it. A buffer with a compact
-            storage needs these observations, and stores each once.
-        num_envs: Number of environments to make from one id or callable, in each worker. A batch
-            is ``[num_envs, T]``.
-        categorical_action_encoding: Discrete actions as indices; ``False`` for one-hot vectors.
-        observation_dtype: Cast floating observations to this dtype.
-        info_keys: Numeric ``info`` entries to deliver; a mapping gives their shapes and dtypes.
-        check_finite: Raise on NaN or infinity in observations and rewards.
-        fast: Replace parts of environment and policy by faster ones that are proven to give the
-            same data; `explain` lists them. With ``False``, policies, and all environments except
-            vector ones, are called unmodified, on TensorDicts. Vector environments are always
-            stepped by their own ``step``.
-        timeout: Seconds that one rollout of a worker may take; a worker that takes longer is
-            killed. By default the collector waits as long as the worker shows signs of life, with a
-            warning every minute. No effect within one process.
-        progress: Show progress on standard error, also during the start of workers and
-            environments: one redrawn line on a terminal, a line every two seconds elsewhere. A
-            string is its label.
-        logger: A callable, or a list of callables, that the collecting thread calls with
-            ``stats()`` after each batch. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are
-            closed with the collector. A logger that raises is not called again, and a warning says
-            so.
-    """
+    """The arguments of every collector. A worker is a process, a node or a Ray actor."""
 
     total_frames: Annotated[int | None, -1]
     max_frames_per_traj: Annotated[int | None, None]
@@ -162,17 +93,7 @@ class CommonArguments(TypedDict, total=False):
 
 
 class _OnThisMachine(TypedDict, total=False):
-    """The arguments of collectors in this process and over processes.
-
-    Attributes:
-        reset_when_done: ``True`` only: ended environments are reset.
-        use_buffers: Accepted; memory is always preallocated.
-        replay_buffer_chunk: Retired spelling of ``extend_buffer``.
-        local_init_rb: Retired, changes nothing.
-        auto_register_policy_transforms: By default, policies get the entries that they read of
-            ``is_init`` and zeroed recurrent states; with ``False`` the environment must deliver
-            them.
-    """
+    """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
     use_buffers: Annotated[bool | None, None]
@@ -182,13 +103,7 @@ class _OnThisMachine(TypedDict, total=False):
 
 
 class _NotOfNodes(TypedDict, total=False):
-    """The arguments of all collectors except those over torch.distributed.
-
-    Attributes:
-        cudagraph_policy: Run the policy as a CUDA graph; a mapping gives its arguments.
-        no_cuda_sync: Accepted; the collector waits only for its own copies.
-        worker_idx: This collector's index among its parent's workers.
-    """
+    """The arguments of all collectors except those over torch.distributed."""
 
     cudagraph_policy: Annotated[bool | Mapping[str, Any] | None, None]
     no_cuda_sync: Annotated[bool, False]
@@ -196,30 +111,7 @@ class _NotOfNodes(TypedDict, total=False):
 
 
 class _WithWorkers(TypedDict, total=False):
-    """The arguments of every collector with workers.
-
-    Attributes:
-        frames_per_batch: Frames of one batch. Synchronous workers divide them among themselves; an
-            asynchronous worker makes whole batches. A list has one number per worker.
-        policy_factory: A callable that makes the policy in each worker, or a list with one per
-            worker. A ``policy`` given as well is only the source of weights.
-        device: The value of each of the three below that is not given. Each of the four is one
-            device, or a list with one per worker.
-        storing_device: The device of batches; the CPU if workers differ.
-        env_device: The device of environments.
-        policy_device: The device of policies.
-        create_env_kwargs: Arguments of environments, or a list with one mapping per worker.
-        collector_class: The class of the collector in each worker; one other than `Collector` runs
-            unmodified. Nodes and Ray actors also take the names ``"single"`` (default), ``"sync"``
-            and ``"async"``.
-        num_sub_threads: torch threads of each worker.
-        cat_results: ``"stack"`` (default) stacks the rollouts of the workers along a new first
-            dimension. A number concatenates them along that dimension (-1: time). Synchronous
-            collectors only.
-        init_fn: A function that every worker calls first.
-        start_timeout: Seconds in which each worker's process must start (all nodes and actors,
-            time in a queue included). All workers have the same time again to build environments.
-    """
+    """The arguments of every collector with workers."""
 
     frames_per_batch: Required[int | Sequence[int]]
     policy_factory: Annotated[Callable[[], Any] | Sequence[Callable[[], Any]] | None, None]
@@ -236,19 +128,7 @@ class _WithWorkers(TypedDict, total=False):
 
 
 class _Remote(TypedDict, total=False):
-    """The arguments of collectors over nodes and Ray actors.
-
-    Attributes:
-        collector_kwargs: Further arguments of the workers' collectors, or a list with one mapping
-            per worker.
-        num_workers_per_collector: Workers of a worker's ``"sync"`` or ``"async"`` collector.
-        on_failure: The reaction to a lost worker. ``"raise"`` raises `WorkerDied`. ``"continue"``
-            warns, and the other workers collect the missing frames. ``"relaunch"`` also starts a
-            replacement, which collects as soon as it is up. The last two need ``sync=False``; the
-            launchers ``"torchrun"`` and ``"submitit_delayed"`` cannot replace nodes.
-        max_relaunches: Replacements of each worker, failed ones included. After that, collection
-            continues without the worker.
-    """
+    """The arguments of collectors over nodes and Ray actors."""
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
@@ -257,15 +137,7 @@ class _Remote(TypedDict, total=False):
 
 
 class _WeightIntervals(TypedDict, total=False):
-    """When a collector sends weights to nodes and actors without a call.
-
-    Attributes:
-        sync: Whether a batch holds rollouts of all workers.
-        update_after_each_batch: Send the policy's weights at the request for the next batch: to all
-            workers, or with ``sync=False`` to the worker of the last batch.
-        max_weight_update_interval: The largest number of batches for which a worker waits for new
-            weights; -1 for no limit.
-    """
+    """When a collector sends weights to nodes and actors without a call."""
 
     sync: Annotated[bool, False]
     update_after_each_batch: Annotated[bool, False]
@@ -273,25 +145,7 @@ class _WeightIntervals(TypedDict, total=False):
 
 
 class _OverNetwork(TypedDict, total=False):
-    """The arguments of collectors over nodes that join over the network.
-
-    Attributes:
-        slurm_kwargs: Parameters of `submitit.AutoExecutor` for the jobs of
-            ``launcher="submitit"``, and GleanRL's own ``cluster`` (``"local"`` for processes of
-            this machine) and ``folder`` (of logs; by default ``gleanrl_jobs`` in the working
-            directory).
-        backend: ``"gloo"``, ``"nccl"``, ``"mpi"`` or ``"ucc"``, of torch.distributed.
-        launcher: ``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs.
-            ``"submitit_delayed"``: jobs that `submitit_delayed_launcher` has started.
-            ``"torchrun"``: the other ranks of the learner's job. ``"manual"``: the processes
-            in which you run the printed commands.
-        tcp_port: The port to which nodes connect. The default is the environment variable
-            ``TCP_PORT``, else 10003, or the next free port.
-        heartbeat: Seconds without a sign of life after which a node, or for a node its learner,
-            counts as dead.
-        host: Address of this machine on which the learner listens, and which nodes can reach. By
-            default the launcher chooses it (the loopback interface for ``"mp"``).
-    """
+    """The arguments of collectors over nodes that join over the network."""
 
     slurm_kwargs: Annotated[Mapping[str, Any] | None, None]
     backend: Annotated[str, "gloo"]
@@ -302,26 +156,7 @@ class _OverNetwork(TypedDict, total=False):
 
 
 class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `Collector`.
-
-    Attributes:
-        frames_per_batch: Frames of one batch, over all environments; rounded up to whole steps.
-        policy_factory: A callable that returns the policy, instead of ``policy``.
-        device: The value of each of the three below that is not given.
-        storing_device: The device of batches.
-        policy_device: The device of the policy; a copy runs if the policy is on another device.
-        env_device: The device of the environment.
-        create_env_kwargs: Arguments for ``create_env_fn`` or for `gymnasium.make`.
-        return_same_td: Deliver the same `TensorDict` each time, filled with the next batch.
-        interruptor: An `Interruptor` that can end rollouts early.
-        backend: ``"inline"`` (alias ``"direct"``): in this process. ``"process"`` (alias
-            ``"multiprocessing"``) makes a `MultiSyncCollector` or `MultiAsyncCollector`,
-            ``"distributed"`` and ``"submitit"`` a `DistributedCollector`, ``"rpc"`` an
-            `RPCCollector`, ``"ray"`` a `RayCollector`.
-        num_collectors: Number of worker processes; implies ``backend="process"``.
-        sync: Whether the batches of several workers hold rollouts of all; ``False`` by default.
-        backend_options: Arguments that only the collectors with workers have.
-    """
+    """The arguments of `Collector`."""
 
     frames_per_batch: Required[int]
     policy_factory: Annotated[Callable[[], Any] | None, None]
@@ -339,21 +174,7 @@ class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=Fal
 
 
 class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes, total=False):
-    """The arguments of `MultiCollector` and its subclasses.
-
-    Attributes:
-        num_workers: Number of workers; not needed for a list of environments.
-        update_at_each_batch: Send the policy's weights before (synchronous) or after (asynchronous)
-            each batch.
-        preemptive_threshold: Share of the workers that finish their rollouts. The collector then
-            stops the others, and a mask marks the steps that they did not reach. If the share is
-            less than one worker, every worker makes one step. Synchronous collectors only.
-        interruptor: An `Interruptor` that can end rollouts early.
-        num_threads: torch threads of this process while workers run; by default their present
-            number less one per worker.
-        backend: ``"process"``, or ``"inline"``: the same workers in this process.
-        sync: Chooses the subclass of `MultiCollector`.
-    """
+    """The arguments of `MultiCollector` and its subclasses."""
 
     num_workers: Annotated[int | None, None]
     update_at_each_batch: Annotated[bool, False]
@@ -367,33 +188,19 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
 class DistributedArguments(
     CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _OverNetwork, total=False
 ):
-    """The arguments of `DistributedCollector`.
-
-    Attributes:
-        update_interval: Another name of ``max_weight_update_interval``.
-    """
+    """The arguments of `DistributedCollector`."""
 
     update_interval: Annotated[int | None, None]
 
 
 class DistributedSyncArguments(CommonArguments, _WithWorkers, _Remote, _OverNetwork, total=False):
-    """The arguments of `DistributedSyncCollector`.
-
-    Attributes:
-        update_interval: Number of batches between two updates of all nodes. An update is sent at
-            the request for the next batch.
-    """
+    """The arguments of `DistributedSyncCollector`."""
 
     update_interval: Annotated[int, 1]
 
 
 class RPCArguments(DistributedArguments, total=False):
-    """The arguments of `RPCCollector`.
-
-    Attributes:
-        visible_devices: Retired, changes nothing.
-        tensorpipe_options: Retired, changes nothing.
-    """
+    """The arguments of `RPCCollector`."""
 
     visible_devices: Annotated[Sequence[Any] | None, None]
     tensorpipe_options: Annotated[Mapping[str, Any] | None, None]
@@ -402,17 +209,7 @@ class RPCArguments(DistributedArguments, total=False):
 class RayArguments(
     CommonArguments, _WithWorkers, _Remote, _WeightIntervals, _NotOfNodes, total=False
 ):
-    """The arguments of `RayCollector`.
-
-    Attributes:
-        ray_init_config: Arguments of `ray.init`, if this process is not yet connected to Ray;
-            ``{"address": "auto"}`` connects to the cluster of this machine.
-        remote_configs: Options of the actors: ``num_cpus`` (1 by default), ``num_gpus``,
-            ``resources``, ``scheduling_strategy``, ``runtime_env``, …, or a list with one mapping
-            per actor.
-        num_collectors: Number of actors; not needed for a list of environments.
-        use_env_creator: Accepted; factories of environments always travel by value.
-    """
+    """The arguments of `RayCollector`."""
 
     ray_init_config: Annotated[Mapping[str, Any] | None, None]
     remote_configs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
@@ -444,11 +241,6 @@ _RETIRED = {
     "weight_updater": "weight_sync_schemes=, or pass weights to update_policy_weights_",
 }
 """Arguments that are accepted with a warning, and their replacements."""
-_DICTIONARIES = [
-    found
-    for found in tuple(globals().values())
-    if is_typeddict(found) and "Attributes:" in (found.__doc__ or "")
-]
 
 
 @functools.cache
@@ -473,46 +265,6 @@ def defaults(kind: Any) -> dict[str, Any]:
     return {name: default for name, default in found.items() if default is not REQUIRED}
 
 
-def meanings(kind: Any) -> dict[str, str]:
-    """Return the meanings of the arguments of ``kind``; nothing under ``python -OO``."""
-    defined, found = definitions(kind), _described(kind)
-    for other in _DICTIONARIES:
-        there = definitions(other)
-        for name, meaning in _described(other).items():
-            if defined.get(name) == there[name]:
-                found.setdefault(name, meaning)
-    return found
-
-
-def _described(kind: Any) -> dict[str, str]:
-    attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.M)
-    return {name: " ".join(meaning.split()) for name, meaning in entries}
-
-
-TOPICS = {
-    "Batches": "frames_per_batch total_frames init_random_frames cat_results split_trajs "
-    "trajs_per_batch traj_format traj_quota track_traj_ids set_truncated compact_obs postproc "
-    "return_same_td",
-    "Environments": "num_envs create_env_kwargs max_frames_per_traj reset_at_each_iter "
-    "categorical_action_encoding observation_dtype info_keys check_finite",
-    "Policy": "policy_factory exploration_type trust_policy auto_register_policy_transforms fast "
-    "compile_policy cudagraph_policy",
-    "Weights": "weight_sync_schemes weight_recv_schemes track_policy_version update_at_each_batch "
-    "update_after_each_batch max_weight_update_interval update_interval",
-    "Replay buffer": "replay_buffer extend_buffer trajs_per_write",
-    "Devices": "device storing_device policy_device env_device",
-    "Workers": "backend num_collectors num_workers sync backend_options collector_class "
-    "collector_kwargs num_workers_per_collector worker_idx init_fn num_threads num_sub_threads "
-    "preemptive_threshold interruptor start_timeout timeout on_failure max_relaunches",
-    "Nodes and actors": "launcher slurm_kwargs host tcp_port heartbeat ray_init_config "
-    "remote_configs",
-    "Hooks, progress, logs": "pre_collect_hook post_collect_hook progress logger",
-    "Retired or without effect": "exploration_mode weight_updater replay_buffer_chunk "
-    "local_init_rb reset_when_done use_buffers no_cuda_sync use_env_creator visible_devices "
-    "tensorpipe_options",
-}
-"""What each argument is about, in the order in which `help` lists them."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -533,15 +285,15 @@ class _Signature(inspect.Signature):
 
 def _listed(kind: Any) -> str:
     """Return the list of the arguments of ``kind`` by topic, for a docstring."""
-    defined, found = definitions(kind), meanings(kind)
+    defined = definitions(kind)
+    owner = next((name for name, other in _COLLECTORS.items() if other is kind), "")
     text = ""
-    for topic, names in TOPICS.items():
-        own = [name for name in names.split() if name in defined]
-        text += f"\n    -- {topic} --\n" if own else ""
-        for name in own:
+    for topic, names in by_topic(defined):
+        text += f"\n    -- {topic} --\n"
+        for name in names:
             default = defined[name][1]
             equals = "" if default is REQUIRED else f"={default!r}"
-            entry = f"{name}{equals}: {found[name]}"
+            entry = f"{name}{equals}: {text_of(name, owner)}"
             text += textwrap.indent(textwrap.fill(entry, 88, subsequent_indent="    "), "    ")
             text += "\n"
     return text
@@ -656,7 +408,8 @@ def check(arguments: Arguments) -> None:
     seconds("start_timeout", arguments["start_timeout"])
     if isinstance(makers := arguments["policy_factory"], Sequence):
         check_callables(**{f"policy_factory[{i}]": maker for i, maker in enumerate(makers)})
-    check_schemes(arguments["weight_sync_schemes"])
+    for name in ("weight_sync_schemes", "weight_recv_schemes"):
+        check_schemes(arguments[name])
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
@@ -796,7 +549,6 @@ def read_exploration(kind: InteractionType | None, mode: str | None) -> Interact
 
 # -- what collectors show of their arguments -------------------------------------------------------
 
-_MEANINGS = {name: doc for kind in _COLLECTORS.values() for name, doc in meanings(kind).items()}
 _TYPES = {
     name: hint for kind in _COLLECTORS.values() for name, (hint, _) in definitions(kind).items()
 }
@@ -822,7 +574,7 @@ def argument_property(name: str, read: Callable[[Any], Any] | None = None, doc: 
         )
 
     get.__annotations__["return"] = bool if read is bool else _TYPES.get(name)
-    return property(get, refuse, doc=doc or _MEANINGS.get(name))
+    return property(get, refuse, doc=doc or text_of(name))
 
 
 # -- arguments of methods --------------------------------------------------------------------------

@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import poll_interval
-
-if TYPE_CHECKING:
-    from gleanrl.collectors.base_collector import BaseCollector
 
 Step = Callable[[bool], bool]
 """Collects a little, and begins nothing new if called with ``False``; returns whether there is
@@ -142,19 +139,24 @@ class Background:
             raise CollectorTimeout(f"background collection did not end within {timeout} s")
 
 
-def _twin(collector: BaseCollector) -> BaseCollector:
-    """Return another object that shares this object's state.
+class Collects(Protocol):
+    """The collection that a thread drives."""
 
-    The thread has this one: it neither keeps the user's collector alive, nor is the one to drop its
-    last reference, and with it to run finalizers that belong to the user's thread.
-    """
-    twin: BaseCollector = object.__new__(type(collector))
-    twin.__dict__ = vars(collector)
-    return twin
+    def announce(self) -> None:
+        """Note that rollouts are about to be requested."""
+
+    def collect(self, feed: bool = True) -> object:
+        """Collect a batch that has arrived; request more only with ``feed``."""
+
+    def failed(self) -> None:
+        """Show that an error has ended collection."""
 
 
 class BackgroundFilling:
-    """Fills a collector's replay buffer in a thread, between `start` and `shutdown`."""
+    """Fills a collector's replay buffer in a thread, between `start` and `shutdown`.
+
+    Only the thread refers to the collection, so that this object can be part of a finalizer.
+    """
 
     def __init__(self, engine: Engine, budget: Budget, timeout: float | None) -> None:
         """Prepare to collect with ``engine``; nothing runs before `start`."""
@@ -166,8 +168,8 @@ class BackgroundFilling:
         self._ending = False
         self.thread: Background | None = None
 
-    def start(self, collector: BaseCollector, buffer: Any) -> None:
-        """Fill ``buffer`` by ``collector`` from now on, without keeping ``collector`` alive."""
+    def start(self, buffer: Any, collection: Collects) -> None:
+        """Fill ``buffer`` from now on."""
         self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
         active: Callable[[bool], object] = bool
         if self._buffer is not None:
@@ -175,13 +177,35 @@ class BackgroundFilling:
             if (limiter := self._buffer.limiter) is not None:
                 limiter.begin(self._buffer.storage)
                 active = partial(limiter.running, self._buffer.storage)
-        self.thread = Background(partial(self._step, _twin(collector)), active)
+        self.thread = Background(partial(self._step, collection), active)
+
+    def is_running(self) -> bool:
+        """Tell whether the collector collects in the background (also while paused)."""
+        return self.thread is not None and self.thread.running and self._engine.failure is None
+
+    @property
+    def paused(self) -> bool:
+        """Whether a block that suspends collection is running."""
+        return self.thread is not None and self.thread.paused
+
+    def check_not_running(self) -> None:
+        """Raise `RuntimeError` if the collector collects in the background."""
+        if self.is_running():
+            raise RuntimeError(
+                "this collector collects in the background (start()): there is nothing to iterate "
+                "over; sample from its replay buffer"
+            )
 
     def pause(self) -> AbstractContextManager[None]:
-        """Suspend collection during a ``with`` block.
+        """Suspend background collection for the length of a ``with`` block.
+
+        Inside the block all collected frames are in the buffer, and no rollout is under way.
+        Collection continues after the block, also if its body raises. After ``total_frames`` the
+        call has no effect.
 
         Raises:
-            RuntimeError: nothing was started, or the collection itself asks for this.
+            RuntimeError: the collector was not started, or a hook or an environment of its own
+                asks for this.
         """
         if self._engine.failure is not None:
             raise self._engine.failure
@@ -216,10 +240,14 @@ class BackgroundFilling:
         """End the thread, then the workers, even if the thread waits for a worker that hangs."""
         self.stop(timeout)
         self._engine.close(timeout)
-        if self.thread is not None:
-            self.thread.join(1.0)
+        self.join(1.0)
 
-    def _step(self, collector: BaseCollector, feed: bool) -> bool:
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the thread, if there is one."""
+        if self.thread is not None:
+            self.thread.join(timeout)
+
+    def _step(self, collection: Collects, feed: bool) -> bool:
         """Collect the rollouts that have arrived; return whether there is more to do."""
         held = False
         try:
@@ -227,12 +255,12 @@ class BackgroundFilling:
                 held = feed and not self._budget.exhausted and self._holds()
                 feed = feed and not held
                 if feed and self._budget.wants_more:
-                    collector._announce()
+                    collection.announce()
                 ready = self._engine.ready(self._budget, feed, self._timeout)
                 if self._ending:  # gathering may have allowed workers to continue
                     self._engine.backend.stop_byte[0] = 1
                 if ready:
-                    collector._collect(feed)
+                    collection.collect(feed)
                     return True
                 more = feed and self._budget.wants_more  # all who were asked may have been lost
                 if self._engine.gather.idle and not (held or more):
@@ -243,7 +271,7 @@ class BackgroundFilling:
             self._engine.failure = err
             if self._buffer is not None:  # for those who find nothing to sample
                 self._buffer.fill_error = err
-            collector._failed()
+            collection.failed()
             raise
         self._wait(held)
         return True

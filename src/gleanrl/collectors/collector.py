@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -20,7 +18,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
+from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.interruptor import Interruptor, stop_byte
 from gleanrl.engine.replacing import reseeded
@@ -48,7 +46,6 @@ class Collector(BaseCollector):
     """
 
     ARGUMENTS = CollectorArguments
-    _as_gathered = True
     return_same_td = argument_property("return_same_td")
 
     @documents_arguments(CollectorArguments)
@@ -71,7 +68,7 @@ class Collector(BaseCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(create_env_fn, policy, kwargs)
-        plan = WorkerPlan(self._arguments, [create_env_fn], here=True)
+        plan = WorkerPlan(self._arguments, [create_env_fn], in_process=True)
         stop = stop_byte(plan.interruptor)
         self._start(plan, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
@@ -114,10 +111,11 @@ class Collector(BaseCollector):
         super().start()
 
     def _leave_process(self) -> None:
-        if not self._plan.here:
+        collection = self.collection
+        if not collection.plan.in_process:
             return
-        state, number = super().state_dict(), self._models.number
-        plan = self._plan_elsewhere()
+        state, number = super().state_dict(), collection.weights.number
+        plan = self._plan_in_worker()
         try:
             engine = Engine(
                 lambda windows: ProcessBackend(),
@@ -127,26 +125,23 @@ class Collector(BaseCollector):
         except Exception as err:
             err.add_note("start() has a worker process collect; iterating collects in this process")
             raise
-        kept = dict(vars(self))
+        kept, weights = dict(vars(collection)), dict(vars(collection.weights))
         try:
             engine.plan(plan.limits, plan.frames, plan.batches)
             self._engine.exchange(engine)
-            self._plan = plan
-            self._pipeline.forget()
-            self._engine.discarded += self._pipeline.discarded
-            self._sink, self._pipeline = plan.sink, plan.pipeline
-            self._pipeline.share_out(self._engine.num_envs)
-            self._models = self._make_models()
-            self._models.continue_from(number)
-            self._continue_elsewhere(state, number)
+            collection.serve(plan)
+            self._continue_in_worker(state["worker0"], number)
         except BaseException:
             if self._engine.set_aside is not None:
                 self._engine.exchange(engine)
             engine.close(CLOSE_TIMEOUT_S)
-            vars(self).update(kept)
+            vars(collection).update(kept)
+            vars(collection.weights).update(weights)
             raise
+        self._hooks = collection.hooks
+        self._questions.away = self._engine
 
-    def _plan_elsewhere(self) -> WorkerPlan:
+    def _plan_in_worker(self) -> WorkerPlan:
         """Return the function that starts the worker.
 
         Raises:
@@ -155,10 +150,10 @@ class Collector(BaseCollector):
         arguments, interruptor = self._arguments, self.interruptor
         if not isinstance(interruptor, Interruptor | None):
             raise ConfigError(
-                f"interruptor ({type(interruptor).__name__}) cannot be asked in the worker "
+                f"interruptor ({type(interruptor).__name__}) cannot be queried in the worker "
                 "process that start() has collect; use gleanrl.collectors.Interruptor()"
             )
-        if self._profile_config is not None:
+        if self.profile_config is not None:
             raise ConfigError(
                 "enable_profile() profiles this process, and start() has a worker process collect: "
                 "call disable_profile() first, or profile a collector with workers"
@@ -172,14 +167,14 @@ class Collector(BaseCollector):
             "pre_collect_hook": self.pre_collect_hook,
             "post_collect_hook": self.post_collect_hook,
         }
-        plan = WorkerPlan({**arguments, **own}, self._plan.functions, sync=False)
+        plan = WorkerPlan({**arguments, **own}, self.collection.plan.functions, sync=False)
         # The user was warned when these were rounded.
-        plan.limits = replace(self._budget.limits, total_frames=None)
+        plan.limits = replace(self.collection.budget.limits, total_frames=None)
         return plan
 
-    def _continue_elsewhere(self, state: Mapping[str, Any], number: int) -> None:
+    def _continue_in_worker(self, state: Mapping[str, Any], number: int) -> None:
         """Make the worker continue from the ``state`` of this process."""
-        engine, worker = self._engine, state["worker"]
+        engine, collection, worker = self._engine, self.collection, state["worker"]
         if isinstance(self.interruptor, Interruptor):
             self.interruptor.attach(engine.backend.stop_byte)
         streams = worker["streams"]
@@ -188,43 +183,21 @@ class Collector(BaseCollector):
             streams = own | {name: one for name, one in streams.items() if one is not None}
         worker = {**worker, "env": state["env_state_dict"], "streams": streams}
         engine.request(0, m.SetState(worker))
-        if seed := self._seeds.get(0):  # the generators of environments cannot be carried over
-            engine.request(0, reseeded(seed, 1) if self._moved else seed)
-        self._models.restore({0: (state["policy_state_dict"], number)})
+        if seed := collection.seeds.get(0):  # generators of environments cannot be carried over
+            engine.request(0, reseeded(seed, 1) if collection.moved else seed)
+        collection.weights.models.restore({0: (state["policy_state_dict"], number)})
         if not number:  # else the user knows that weights are to be sent
-            self._choose_sending()
-        self._iterating = True
+            collection.weights.warn_if_never_sent()
 
-    def _away(self, path: str) -> bool:
-        """Whether ``path`` leads to an object in the worker."""
-        return not self._plan.here and re.match(r"(env|policy)\b", path) is not None
+    # -- state -----------------------------------------------------------------------------------
 
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        if self._away(attr_path):
-            return self._engine.request(0, m.Call(attr_path, args, kwargs))
-        return super().cascade_execute(attr_path, *args, **kwargs)
-
-    def get_distant_attr(self, attr: str) -> Any:
-        if self._away(attr):
-            return self._engine.request(0, m.Get(attr))
-        return super().get_distant_attr(attr)
-
-    def _function(self, path: str) -> Any:
-        return partial(self.cascade_execute, path) if self._away(path) else super()._function(path)
-
-    # -- weights and state -----------------------------------------------------------------------
-
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        if worker_ids is not None and self.weight_updater is None:
-            raise ArgumentTypeError(
-                "worker_ids needs a collector with several workers; this one has none"
-            )
-        super()._update_weights(models, worker_ids, kwargs)
+    def _env_to_record(self) -> Any:
+        return self.env
 
     @for_users
-    def reset(self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any) -> None:
+    def reset(  # type: ignore[override]  # environments, where others name workers
+        self, index: Sequence[int] | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Reset environments; they start new trajectories.
 
         Args:
@@ -232,18 +205,11 @@ class Collector(BaseCollector):
             **kwargs: Options for `gymnasium.Env.reset`.
         """
         chosen = None if index is None else read_index(index, self._engine.num_envs)
-        self._restart({0: m.Reset(chosen, kwargs)})
+        self.collection.restart({0: m.Reset(chosen, kwargs)})
 
-    def _states(self) -> dict[str, Any]:
-        worker = self._engine.request(0, m.GetState())
-        return {
-            "policy_state_dict": self._models.policy_state()
-            if self._plan.here
-            else self._engine.request(0, m.Call("policy_state")),
-            "env_state_dict": worker.pop("env"),
-            "policy_version": worker["policy_version"],
-            "worker": worker,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state.pop("worker0"), **state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")

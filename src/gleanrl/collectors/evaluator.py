@@ -20,7 +20,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from gleanrl.collectors.arguments import TOPICS, check_callables, read_seed
+from gleanrl.collectors.argument_texts import TEXTS
+from gleanrl.collectors.arguments import check_callables, read_seed
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
@@ -155,7 +156,7 @@ class _Player:
         inline: bool,
         dump_video: bool,
     ) -> None:
-        self.collector, self._ask = collector, collector._engine.ask
+        self.collector, self._ask = collector, collector.collection.engine.ask
         self._dumps = dump_video and self._has_transforms()
         self._prefix, self._on_result = prefix, on_result
         self._owner = os.getpid()
@@ -254,12 +255,12 @@ class _Player:
 
     def _episodes(self) -> tuple[TensorDictBase, int]:
         """Return the summary of the episodes and the version that played."""
-        collector = self.collector
+        collection = self.collector.collection
         while True:
-            with collector._engine.turn(None):
-                if collector._engine.ready(collector._budget, True, collector._timeout):
-                    return collector._collect()[0], collector._gathered()[1]
-            collector._engine.backend.wait(_POLL_INTERVAL_S)
+            with collection.engine.turn(None):
+                if collection.engine.ready(collection.budget, True, collection.timeout):
+                    return collection.collect()[0], collection.newest()[1]
+            collection.engine.backend.wait(_POLL_INTERVAL_S)
 
     def _end(self, error: BaseException) -> BaseException:
         """Accept no more requests; return the first error that ended the evaluator."""
@@ -665,9 +666,8 @@ def _completed(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, A
     return {**given, **more}
 
 
-_OWN = {name for topic in ("Batches", "Replay buffer") for name in TOPICS[topic].split()}
-_OWN |= {"backend", "sync", "num_collectors", "num_workers"}
-_OWN |= {"collector_class", "policy_factory", "remote_configs"}
+_OWN = {*TEXTS["Batches"], *TEXTS["Replay buffer"], "backend", "sync", "num_collectors"}
+_OWN |= {"num_workers", "collector_class", "policy_factory", "remote_configs"}
 
 
 def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: Any) -> None:

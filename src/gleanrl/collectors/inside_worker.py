@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -10,7 +11,9 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.arguments import read_index, read_seed
-from gleanrl.collectors.controls import Controls, PostHook
+from gleanrl.collectors.controls import Controls
+from gleanrl.collectors.hooks import Hooks, PostHook
+from gleanrl.collectors.questions import Questions
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
@@ -24,6 +27,22 @@ from gleanrl.rollout.build import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
 
 
+class _WorkerWeights:
+    """The weights of the policy and of other models in this worker."""
+
+    def __init__(self, source: Source) -> None:
+        """Load weights into the models of ``source``."""
+        self._source = source
+
+    def update(self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
+        if worker_ids is not None or kwargs:
+            unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
+            raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
+        newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
+        version = int(self._source.get("policy_version"))
+        self._source.load(Snapshot(version + 1, newest))
+
+
 class WorkerCollector(Controls):
     """The collector of one worker, which makes rollouts for the learner's collector.
 
@@ -33,7 +52,9 @@ class WorkerCollector(Controls):
 
     def __init__(self, source: Source, worker: int, options: SourceOptions) -> None:
         """Represent ``source``, the environments and the policy of this worker."""
-        super().__init__(options.pre_collect_hook, options.post_collect_hook)
+        self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
+        self._questions = Questions(weakref.proxy(self))
+        self._weights = _WorkerWeights(source)
         self._source = source
         self._worker_idx = worker
         self._options = options
@@ -92,15 +113,6 @@ class WorkerCollector(Controls):
         }
 
     # -- weights and state -----------------------------------------------------------------------
-
-    def _update_weights(
-        self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        if worker_ids is not None or kwargs:
-            unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
-            raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
-        newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
-        self._source.load(Snapshot(self.policy_version + 1, newest))
 
     def get_model(self, model_id: str) -> Any:
         return self._source.get(model_id)

@@ -8,10 +8,10 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
+from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.selectors import selects, unknown_backend, with_signature_of
-from gleanrl.collectors.with_workers import CollectorWithWorkers
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
@@ -21,7 +21,7 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
 
-class MultiCollector(CollectorWithWorkers):
+class MultiCollector(BaseCollector):
     """Runs a policy in environments of several worker processes and yields batches.
 
     ``MultiCollector(..., sync=True)`` makes a `MultiSyncCollector`, ``sync=False`` a
@@ -117,7 +117,6 @@ class MultiSyncCollector(MultiCollector):
     """
 
     _sync = True
-    _as_gathered = True
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -136,10 +135,9 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _sync = False
-    _as_gathered = True
 
 
-class AsyncCollector(MultiAsyncCollector):
+class AsyncCollector(MultiCollector):
     """One worker that collects while the learner learns.
 
     It acts with a copy of the policy: call `update_policy_weights_` after each optimizer step.
@@ -150,8 +148,6 @@ class AsyncCollector(MultiAsyncCollector):
         ...     [tuple(batch.shape) for batch in collector]
         [(32,), (32,)]
     """
-
-    _as_gathered = True
 
     @documents_arguments(MultiArguments)
     def __init__(
@@ -188,4 +184,5 @@ def _make_backend(name: str | None, num_sub_threads: int, start_timeout: float) 
     )
 
 
+MultiAsyncCollector.register(AsyncCollector)  # so that isinstance tells, as with TorchRL
 selects(MultiCollector, "process", "multiprocessing")

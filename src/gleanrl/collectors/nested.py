@@ -16,19 +16,18 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan
-from gleanrl.collectors.with_workers import CollectorWithWorkers
 from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
 from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
-from gleanrl.core.layout import Layout
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import SourceOptions, check_int
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
-from gleanrl.memory.tensordicts import batch_over, copied
+from gleanrl.memory.tensordicts import batch_over, copied, groups_of
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
 
 
@@ -86,7 +85,8 @@ def serve(
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     kwargs |= {name: value for name, value in given.items() if name != "init_fn"} | own
     env = options.create_env_fn
-    several = isinstance(kind, type) and issubclass(kind, CollectorWithWorkers)
+    several = isinstance(kind, type) and issubclass(kind, BaseCollector)
+    several = several and not issubclass(kind, Collector)
     each = plan.arguments["num_workers_per_collector"]
     each = check_int("num_workers_per_collector", each, least=1)
     if plan.remote and (each > 1 or several):
@@ -132,7 +132,7 @@ class NestedSource:
         """Per worker of the collector, for the batch that it gathers."""
         self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
         if isinstance(collector, BaseCollector):
-            self._layout = collector._batch_layout()
+            self._layout = _layout_of(collector)
             reports = self._reports
             collector.watch(lambda new, _: reports.extend(new.items()))
 
@@ -182,7 +182,7 @@ class NestedSource:
         """Return the valid frames of ``batch`` and its policy version."""
         collector = self.collector
         if isinstance(collector, BaseCollector) and _takes_versions(collector):
-            frames, version = collector._gathered()
+            frames, version = collector.collection.newest()
             return (frames if batch is None else _valid_frames(batch)), version
         return (0 if batch is None else _valid_frames(batch)), self._version
 
@@ -275,7 +275,7 @@ class NestedSource:
 
     def describe_weights(self, model_id: str) -> Shapes:
         if isinstance(self.collector, BaseCollector):
-            return self.collector._describe_weights(model_id)
+            return self.collector.collection.weights.shapes(model_id)
         return shapes_of(self.collector.get_model(model_id))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -291,6 +291,28 @@ class NestedSource:
 
 
 _OWN = ("num_envs", "describe_weights", "policy_state")
+
+
+def _layout_of(collector: BaseCollector) -> Layout | None:
+    """Return the layout of every batch of a collector, ``None`` if it is not known beforehand.
+
+    It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
+    replay buffer, trajectories cut out, or data of no fixed shape, and not by a class of the user.
+    """
+    collection, storing = collector.collection, collector.storing_device
+    ours = type(collector).__module__.startswith("gleanrl.")
+    hooked = collection.plan.in_process and collection.hooks.post is not None
+    on_cpu = storing is None or storing.type == "cpu"
+    plain = collection.pipeline.plain and collection.engine.batches.uniform
+    if not (ours and on_cpu and plain) or hooked:
+        return None
+    fake = collector.fake_tensordict()
+    fields = tuple(
+        Field(as_key(key), tuple(value.shape[fake.ndim :]), value.dtype)
+        for key, value in fake.items(include_nested=True, leaves_only=True)
+    )
+    groups = tuple(groups_of(fake))
+    return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], collector.n_env, groups)
 
 
 def _takes_versions(collector: BaseCollector) -> bool:

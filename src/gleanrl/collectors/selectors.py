@@ -12,7 +12,7 @@ from gleanrl.collectors.worker_plan import env_functions_of
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, for_users
 from gleanrl.core.options import check_int
 
-_HERE = (None, "inline", "direct")
+_IN_PROCESS = (None, "inline", "direct")
 _SELECTORS = ("backend", "num_collectors", "sync", "backend_options")
 _RESERVED = (*_SELECTORS, "num_workers")
 _KINDS: dict[Any, tuple[Any, Mapping[str, Any]]] = {}
@@ -51,14 +51,14 @@ def with_workers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     typed(CollectorArguments, {name: kwargs[name] for name in _SELECTORS if name in kwargs})
     backend, count = kwargs.get("backend"), _count(kwargs.get("num_collectors"))
-    if backend not in (*_HERE, *_KINDS):
+    if backend not in (*_IN_PROCESS, *_KINDS):
         raise unknown_backend(
             backend,
             "'inline' (alias 'direct'), 'process' (alias 'multiprocessing'), 'distributed', "
             "'submitit', 'rpc' or 'ray'",
         )
-    if backend in _HERE and (backend is not None or count is None):
-        _check_here(count, kwargs)
+    if backend in _IN_PROCESS and (backend is not None or count is None):
+        _check_in_process(count, kwargs)
         return None
     if len(args) > 2:
         raise ArgumentTypeError(
@@ -81,7 +81,7 @@ def unknown_backend(name: Any, known: str) -> Exception:
     return ConfigError(f"backend ({name!r}) must be {known}")
 
 
-def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:
+def _check_in_process(count: int | None, kwargs: Mapping[str, Any]) -> None:
     """Refuse selectors that have no meaning in this process."""
     if count not in (None, 1):
         raise ConfigError(
@@ -98,7 +98,7 @@ def _check_here(count: int | None, kwargs: Mapping[str, Any]) -> None:
 def check_subclass(kind: type, kwargs: Mapping[str, Any]) -> None:
     """Refuse selectors on a user's class, which runs in the process that makes it."""
     others = [name for name in _SELECTORS[1:] if kwargs.get(name) is not None]
-    if others or kwargs.get("backend") not in _HERE:
+    if others or kwargs.get("backend") not in _IN_PROCESS:
         raise ArgumentTypeError(
             f"{', '.join(others or ['backend'])} chooses among the kinds of Collector itself; "
             f"{kind.__name__} collects in this process: give it to a MultiSyncCollector as "

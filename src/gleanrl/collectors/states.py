@@ -1,25 +1,47 @@
-"""The states of workers, as a collector saves and restores them."""
+"""The state of a running collection, as a collector saves and restores it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.replacing import reseeded
 
 
-def states_of(engine: Engine) -> dict[str, Any]:
-    """Return ``worker0``, ``worker1``, …, each with its policy and environment.
+def state_of(collection: Collection) -> dict[str, Any]:
+    """Return counters, statistics, and ``worker0``, ``worker1``, …: policy and environment of each.
 
-    The entry of a lost worker holds the policy of the worker that has the newest.
+    Raises:
+        ClosedError: the collection was shut down, and its workers with it.
     """
+    engine, in_process = collection.engine, collection.plan.in_process
+    if engine.closed and not in_process and engine.failure is None:
+        raise ClosedError(
+            "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
+            "state: keep the state_dict() from after each batch"
+        )
     with engine.turn(None):
+        collection.finish_filling()  # the state counts every row that is in the buffer
         states = engine.request_all(m.GetState())
-        policies = engine.request_all(m.Call("policy_state"))
-        lives = list(engine.lives)
+        policies = (
+            [collection.weights.models.policy_state()]
+            if in_process
+            else engine.request_all(m.Call("policy_state"))
+        )
+        return {
+            **_entries(engine, states, policies),
+            "frames": collection.budget.delivered,
+            "iter": collection.batches,
+            "statistics": collection.watching.measures.state_dict(),
+        }
+
+
+def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str, Any]:
+    """Return the entry of each worker; that of a lost one has the newest policy of the others."""
     entries: dict[int, dict[str, Any]] = {}
     for worker, (state, policy) in enumerate(zip(states, policies, strict=True)):
         if state is not None and policy is not None:
@@ -28,19 +50,54 @@ def states_of(engine: Engine) -> dict[str, Any]:
                 "env_state_dict": state.pop("env"),
                 "policy_version": state["policy_version"],
                 "worker": state,
-                "life": lives[worker],
+                "life": engine.lives[worker],
             }
     if not entries:
         raise engine.first_loss
     newest = max(entries.values(), key=lambda entry: entry["policy_version"])
-    for worker, life in enumerate(lives):
+    for worker, life in enumerate(engine.lives):
         fresh = {"env_state_dict": {}, "worker": {"policy_version": newest["policy_version"]}}
         entries.setdefault(worker, {**newest, **fresh, "life": life + 1, "lost": True})
     return {f"worker{worker}": entries[worker] for worker in range(engine.workers)}
 
 
-def entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
-    """Return the entry of each worker in a collector's state."""
+def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Restore a state of `state_of`; environments restart on fresh resets.
+
+    Args:
+        collection: With as many workers as the state has.
+        state_dict: The state.
+        strict: Whether all entries must be there.
+
+    Raises:
+        ConfigError: the state of another number of workers.
+        KeyError: ``strict`` and an entry is missing.
+        WeightsError: the policy's weights do not fit; nothing was loaded.
+    """
+    engine, weights = collection.engine, collection.weights
+    entries = _entries_of(state_dict, engine.workers, strict)
+    policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+    commands: dict[int, m.Command] = {}
+    for worker, entry in enumerate(entries):
+        version = weights.number
+        if "worker" in entry:
+            commands[worker] = _restoring(collection, worker, entry, strict)
+            version = int(entry["worker"]["policy_version"])
+        policies[worker] = entry.get("policy_state_dict") or {}, version
+    with engine.turn(None):
+        frames = int(state_dict.get("frames", collection.budget.delivered))
+        batches = int(state_dict.get("iter", collection.batches))
+        weights.models.check_restore(state for state, _ in policies.values())
+        _number_lives(engine, entries)
+        collection.restart(commands)
+        weights.restore(policies)
+        collection.budget.delivered, collection.batches = frames, batches
+        collection.watching.load_state_dict(state_dict.get("statistics"), frames)
+        collection.renew_seeds({})  # streams are those of the state now
+
+
+def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
+    """Return the entry of each worker."""
     names = [f"worker{worker}" for worker in range(workers)]
     saved = sum(str(name).startswith("worker") for name in state_dict)
     if saved != workers:
@@ -53,17 +110,17 @@ def entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> lis
     return [state_dict[name] for name in names]
 
 
-def restoring(
-    engine: Engine, worker: int, entry: Mapping[str, Any], stream: int, strict: bool
+def _restoring(
+    collection: Collection, worker: int, entry: Mapping[str, Any], strict: bool
 ) -> m.Command:
     """Return the command that restores ``worker`` from ``entry``, or seeds a lost worker."""
     if entry.get("lost"):
-        life = max(int(entry["life"]), engine.lives[worker])
-        return reseeded(m.Seed(stream + worker), life)
+        life = max(int(entry["life"]), collection.engine.lives[worker])
+        return reseeded(m.Seed(collection.plan.stream + worker), life)
     return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
 
 
-def number_lives(engine: Engine, entries: list[Any]) -> None:
+def _number_lives(engine: Engine, entries: list[Any]) -> None:
     """Continue the counts of lives, and so the trajectory ids, from a state."""
     alive = engine.alive
     for worker, entry in enumerate(entries):

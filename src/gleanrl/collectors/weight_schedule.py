@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, warn
 
-if TYPE_CHECKING:
-    from gleanrl.collectors.base_collector import BaseCollector
-
 
 @dataclass(frozen=True, slots=True)
 class EachBatch:
     """Sends to all workers with each batch: before synchronous ones, after asynchronous ones."""
 
+    workers: int
     sync: bool
 
-    def before(self, collector: BaseCollector) -> None:
-        if self.sync:
-            collector.update_policy_weights_()
+    def before(self) -> Collection[int]:
+        """Return the workers that get weights before the next batch."""
+        return range(self.workers if self.sync else 0)
 
-    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
-        if not self.sync:
-            collector.update_policy_weights_()
+    def after(self, delivered: Collection[int]) -> Collection[int]:
+        """Return the workers that get weights after a batch of the workers ``delivered``."""
+        return range(0 if self.sync else self.workers)
 
     def sent(self, workers: Sequence[int]) -> None:
         """Ignore weights sent for another reason."""
@@ -45,16 +43,10 @@ class WeightSchedule:
         self._due: set[int] = set()
         """Workers that get weights before the next batch."""
 
-    def before(self, collector: BaseCollector) -> None:
-        """Send the learner's newest weights to the workers that are due."""
-        if self._due and collector._engine.tolerant:
-            collector._engine.check()  # workers that were lost meanwhile need no weights
-            self._due &= set(collector._engine.alive)
-        if self._due and collector.learner_policy is not None:
-            everybody = len(self._due) == len(self._waiting)
-            collector.update_policy_weights_(worker_ids=None if everybody else sorted(self._due))
+    def before(self) -> Collection[int]:
+        return self._due
 
-    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
+    def after(self, delivered: Collection[int]) -> Collection[int]:
         """Count a batch; workers that have waited for long enough are due."""
         for worker in self._waiting:
             self._waiting[worker] += 1
@@ -62,6 +54,7 @@ class WeightSchedule:
                 self._due.add(worker)
         if self._after_each:
             self._due.update(delivered)
+        return ()
 
     def sent(self, workers: Sequence[int]) -> None:
         """Note that ``workers`` have new weights, and must wait again."""
@@ -85,10 +78,10 @@ class NothingSent:
         self._late = 0
         """Batches that began after the learner had changed its parameters."""
 
-    def before(self, collector: BaseCollector) -> None:
+    def before(self) -> Collection[int]:
         """Check for changed parameters; warn before the second batch after a change."""
         if [parameter._version for parameter in self._parameters] == self._versions:
-            return
+            return ()
         self._late += 1
         if self._late == 2:
             self.sent(())
@@ -98,9 +91,10 @@ class NothingSent:
                 "collector.update_policy_weights_() after each optimizer step, or build the "
                 "collector with update_at_each_batch=True (nodes: update_after_each_batch=True)"
             )
+        return ()
 
-    def after(self, collector: BaseCollector, delivered: Collection[int]) -> None:
-        """Do nothing, because nothing is sent."""
+    def after(self, delivered: Collection[int]) -> Collection[int]:
+        return ()
 
     def sent(self, workers: Sequence[int]) -> None:
         """Stop checking, because the user knows how to send weights."""
@@ -112,13 +106,13 @@ class NothingSent:
 
 
 Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
-"""Sends the policy's weights without a call, around each batch."""
+"""Says around each batch which workers get the policy's weights without a call."""
 
 
 def read_sending(arguments: Mapping[str, Any], workers: int, sync: bool) -> Sending | None:
-    """Return the object that sends weights to ``workers`` workers as the arguments say."""
+    """Return the schedule by which ``workers`` workers get weights, as the arguments say."""
     if arguments["update_at_each_batch"]:
-        return EachBatch(sync)
+        return EachBatch(workers, sync)
     after_each, interval = (
         arguments[name] for name in ("update_after_each_batch", "max_weight_update_interval")
     )

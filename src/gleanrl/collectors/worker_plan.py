@@ -37,6 +37,7 @@ from gleanrl.memory.shared import check_memory
 from gleanrl.rollout.build import SourceBuilder
 
 Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any] | None], SourceFactory]"
+_OWN = {part.name for part in fields(OwnOptions)}
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 """Memory of the smallest environments and their processes."""
 
@@ -59,7 +60,7 @@ class WorkerPlan:
         sync: bool = True,
         collector_class: Any = None,
         serve: Serve = serve_rollouts,
-        here: bool = False,
+        in_process: bool = False,
         remote: bool = False,
         kwargs: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -72,7 +73,7 @@ class WorkerPlan:
             collector_class: The class of the whole collector in each worker, ``None`` for none.
             serve: Returns the function that builds the source of one worker, of this plan, the
                 worker's settings, and the arguments of its whole collector (``None`` for none).
-            here: Whether the only worker is this process, with the user's own objects and streams.
+            in_process: Whether the only worker is in this process, with the user's own objects.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
 
@@ -83,12 +84,12 @@ class WorkerPlan:
         check(arguments)
         self.arguments, self.policy = arguments, arguments["policy"]
         self.functions, self.collector_class, self._serve = functions, collector_class, serve
-        self.sync, self.here, self.remote = sync, here, remote
+        self.sync, self.in_process, self.remote = sync, in_process, remote
         self._kwargs = kwargs or [{}] * count
         if not remote:
             envs = arguments["num_envs"]
             envs = 1 if envs is None else check_int("num_envs", envs, least=1)
-            check_counts(envs, 0 if here else count)
+            check_counts(envs, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
         self.stops = self.enough is not None or self.interruptor is not None
@@ -105,9 +106,11 @@ class WorkerPlan:
         self._read_devices()
         self._read_batches()
         # Drawn from torch's generator: a seeded script has seeded workers.
-        self.stream = 0 if here else int(torch.randint(1 << 62, ()))
+        self.stream = 0 if in_process else int(torch.randint(1 << 62, ()))
         """The first worker's random stream, from which the other streams follow."""
-        self.factories = self._factories()
+        self._env_kwargs = env_kwargs(arguments["create_env_kwargs"], count)
+        self._makers = deal("policy_factory", arguments["policy_factory"], count)
+        self.factories = [self._factory(worker) for worker in range(count)]
         """Functions that build the source of each worker, in the worker."""
 
     def _read_devices(self) -> None:
@@ -138,55 +141,52 @@ class WorkerPlan:
         )
         cat = read_cat(arguments["cat_results"], sync)
         self.batches = BatchOptions(
-            stacked=sync and cat is None and not self.here,
+            stacked=sync and cat is None and not self.in_process,
             cat=-1 if cat is None else cat,
             device=self.storing_device,
-            trim=sync and self.stops and not self.here,
+            trim=sync and self.stops and not self.in_process,
             single=not sync,
         )
         self.sink = make_sink(
             arguments["replay_buffer"], arguments["extend_buffer"], self.batches.stacked
         )
         """The replay buffer or writer that receives batches instead of the user."""
-        self.fills = self.sink is not None and not self.here and self.sink.by_workers(self.remote)
+        self.fills = (
+            self.sink is not None and not self.in_process and self.sink.by_workers(self.remote)
+        )
         """Whether workers write their rollouts into the sink themselves."""
         self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
 
-    # -- a source factory for each worker ----------------------------------------------------------
+    # -- what each worker gets ---------------------------------------------------------------------
 
-    def _factories(self) -> list[SourceFactory]:
-        arguments, count = self.arguments, len(self.functions)
-        kwargs = env_kwargs(arguments["create_env_kwargs"], count)
-        makers = deal("policy_factory", arguments["policy_factory"], count)
-        names = {part.name for part in fields(OwnOptions)}
-        factories: list[SourceFactory] = []
-        for worker, given in enumerate(self._kwargs):
-            own: dict[str, Any] = {name: {**arguments, **given}[name] for name in names}
-            more = env_kwargs(given.get("create_env_kwargs"), 1)[0]
-            own["create_env_kwargs"] = {**kwargs[worker], **more}
-            options = SourceOptions(
-                **own,
-                create_env_fn=self.functions[worker],
-                env_device=self.env_device[worker],
-                policy=self.policy if makers[worker] is None or self.here else None,
-                policy_factory=makers[worker],
-                policy_device=self.policy_device[worker],
-                exploration_type=self.exploration,
-                track_policy_version=self.version is not None,
-                mask=self.stops,
-                stream=None if self.here else self.stream + worker,
-                frames_per_batch=self.frames[worker],
-                replay_buffer=arguments["replay_buffer"] if self.fills else None,
-                learner_extends=arguments["replay_buffer"] is not None and not self.fills,
-            )
-            whole = self.collector_class is not None or not names.issuperset(given)
-            factories.append(self._factory(options, given if whole else None))
-        return factories
+    def for_worker(self, worker: int) -> SourceOptions:
+        """Return the settings of ``worker``, which travel to it."""
+        own = {**self.arguments, **self._kwargs[worker]}
+        more = env_kwargs(self._kwargs[worker].get("create_env_kwargs"), 1)[0]
+        own["create_env_kwargs"] = {**self._env_kwargs[worker], **more}
+        maker, buffer = self._makers[worker], self.arguments["replay_buffer"]
+        return SourceOptions(
+            **{name: own[name] for name in _OWN},
+            create_env_fn=self.functions[worker],
+            env_device=self.env_device[worker],
+            policy=self.policy if maker is None or self.in_process else None,
+            policy_factory=maker,
+            policy_device=self.policy_device[worker],
+            exploration_type=self.exploration,
+            track_policy_version=self.version is not None,
+            mask=self.stops,
+            stream=None if self.in_process else self.stream + worker,
+            frames_per_batch=self.frames[worker],
+            replay_buffer=buffer if self.fills else None,
+            learner_extends=buffer is not None and not self.fills,
+        )
 
-    def _factory(self, options: SourceOptions, given: Mapping[str, Any] | None) -> SourceFactory:
-        if self.here:
+    def _factory(self, worker: int) -> SourceFactory:
+        options, given = self.for_worker(worker), self._kwargs[worker]
+        if self.in_process:
             return SourceBuilder(options)
-        factory = self._serve(self, options, given)
+        whole = self.collector_class is not None or not _OWN.issuperset(given)
+        factory = self._serve(self, options, given if whole else None)
         if self.sink is not None and self.fills:
             factory = partial(serve_filling, factory, self.pipeline, self.sink)
         return factory

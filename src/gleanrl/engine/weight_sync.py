@@ -1,10 +1,9 @@
-"""The learner's side of weights: the models and their versions."""
+"""The learner's side of weights: which tensors go to which workers, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from gleanrl.engine.session import Session
 from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
 from gleanrl.weights.snapshot import (
-    PolicyVersion,
     Shapes,
     TrackedModule,
     Weights,
@@ -37,17 +35,6 @@ _CPU = torch.device("cpu")
 _USUAL_SCHEME = SharedMemWeightSyncScheme()
 
 
-@dataclass(slots=True)
-class Update:
-    """An update of weights, perhaps in several pieces."""
-
-    number: int
-    """The version of all of its pieces."""
-    by_updater: bool
-    published: bool = False
-    """Whether anything was published."""
-
-
 class Models:
     """Publishes weights to the worker of an in-process engine.
 
@@ -60,7 +47,6 @@ class Models:
         session: Session,
         policy: Any,
         schemes: Mapping[str, WeightSyncScheme] | None,
-        version: PolicyVersion | None,
     ) -> None:
         """Remember the learner's policy.
 
@@ -68,24 +54,11 @@ class Models:
             session: With the workers that run the models.
             policy: The policy the user gave, ``None`` if a factory made it.
             schemes: Per model id; says which models are never updated.
-            version: The counter to show, if versions are tracked.
         """
         self._session = session
         self.policy = policy
         """The learner's policy, ``None`` if a factory made it."""
         self._schemes = dict(schemes or {})
-        self._version = version if version is not None else PolicyVersion()
-        self._update: Update | None = None
-        """The update under way."""
-
-    @property
-    def number(self) -> int:
-        """The policy version of the next batch."""
-        return self._version.number
-
-    def continue_from(self, number: int) -> None:
-        """Continue counting from a restored version."""
-        self._version.set_number(number)
 
     def running(self, model_id: str) -> Any:
         """Return the model that runs under ``model_id``.
@@ -120,31 +93,7 @@ class Models:
         """Return the only worker, whatever a weight updater calls it."""
         return [0]
 
-    @property
-    def updater_runs(self) -> bool:
-        """Whether a weight updater is making the update under way."""
-        return self._update is not None and self._update.by_updater
-
-    @contextmanager
-    def one_version(self, number: int | None = None, by_updater: bool = False) -> Iterator[Update]:
-        """Make all updates in a ``with`` block one update.
-
-        Args:
-            number: Its version; by default that of the update around it, or the next one.
-            by_updater: Whether a weight updater makes it.
-        """
-        outer = self._update
-        if number is None:
-            number = self.number + 1 if outer is None else outer.number
-        self._update = update = Update(number, by_updater)
-        try:
-            yield update
-        finally:
-            self._update = outer
-            if update.published:
-                self._version.set_number(number)
-
-    def update(self, sources: Mapping[str, Any], worker_ids: Any = None) -> list[int]:
+    def deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
 
         Args:
@@ -152,6 +101,7 @@ class Models:
                 also, by worker index, a dictionary of these for each worker that is updated.
             worker_ids: Which workers: indices, devices, or a list of them; ``None`` for those that
                 ``sources`` name by index, else all.
+            number: The version of the weights.
 
         Returns:
             The workers that were updated; the others keep their weights and their version.
@@ -167,14 +117,7 @@ class Models:
             if source is None and model_id != _POLICY:
                 raise ConfigError(f"no weights were given for model {model_id!r}")
         applied = {name: source for name, source in sources.items() if self._scheme(name).applies}
-        update = self._update
-        number = self.number + 1 if update is None else update.number
-        workers = self._deliver(applied, worker_ids, number)
-        if update is None:
-            self._version.set_number(number)
-        else:
-            update.published = True
-        return workers
+        return self._deliver(applied, worker_ids, number)
 
     def _scheme(self, name: str) -> WeightSyncScheme:
         return self._schemes.get(name, _USUAL_SCHEME)
@@ -230,7 +173,6 @@ class WeightSync(Models):
         *,
         made_by_factory: bool,
         schemes: Mapping[str, WeightSyncScheme] | None,
-        version: PolicyVersion | None,
         devices: Sequence[torch.device | None],
         keep: bool = False,
     ) -> None:
@@ -241,11 +183,10 @@ class WeightSync(Models):
             policy: The policy the user gave: what is sent when nothing else is given.
             made_by_factory: Whether workers made their own.
             schemes: Per model id; shared memory where nothing is said.
-            version: The counter to show, if versions are tracked.
             devices: Per worker, where its policy is.
             keep: Keep what was sent by message, for workers that take the place of others.
         """
-        super().__init__(session, policy, schemes, version)
+        super().__init__(session, policy, schemes)
         self._factory = made_by_factory
         self._serial = 0
         self._kept = dict.fromkeys(range(session.workers), m.Snapshot(0, {})) if keep else {}

@@ -86,11 +86,13 @@ class Watching:
         weakref.finalize(self, self._file.remove)
         self._show(status)
 
-    def delegate(self, watcher: Watcher) -> None:
-        """Leave the view in other terminals to ``watcher``.
+    def watch(self, watcher: Watcher) -> None:
+        """Call ``watcher`` for every batch, in the thread that gathers it.
 
         Args:
-            watcher: Is told of every batch: the reports by worker, the newest policy version.
+            watcher: A function of the reports of the batch's rollouts, by worker, and of the newest
+                policy version. It delays the batch. ``gleanrl top`` does not show the collection
+                any more; the watcher may.
         """
         self._watchers.append(watcher)
         self._file.remove()
@@ -163,7 +165,28 @@ class Watching:
 
     @contextmanager
     def timeline(self, path: str | Path) -> Iterator[None]:
-        """Write a trace while the body runs; see `BaseCollector.timeline`."""
+        """Write a trace of the workers' and the learner's activity during a ``with`` block.
+
+        The file opens in https://ui.perfetto.dev and in ``chrome://tracing``, also after a kill of
+        the process. Each worker has a row with its rollouts, their parts in environment and policy,
+        waiting and new weights. The learner's row has waits for batches, published weights, and
+        other work.
+
+        Args:
+            path: The path of the file, which is overwritten.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another trace is being written.
+
+        Example:
+            >>> import tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=500)
+            >>> with collector.timeline(f"{tempfile.mkdtemp()}/trace.json"):
+            ...     batches = list(collector)
+            >>> collector.shutdown()
+        """
         if self._timeline is not None:
             raise RuntimeError("a timeline of this collector is being written: end that one first")
         self._timeline = trace = Timeline(path, self._name, self._engine.workers)

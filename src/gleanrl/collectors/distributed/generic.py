@@ -15,6 +15,7 @@ from gleanrl.collectors.arguments import (
     documents_arguments,
     typed,
 )
+from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
@@ -25,7 +26,6 @@ from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.selectors import selects
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
-from gleanrl.collectors.with_workers import CollectorWithWorkers
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
@@ -38,7 +38,7 @@ _MOST_PORTS = 100
 _SHORTEST_BEAT_S = 0.1
 
 
-class DistributedCollector(CollectorWithWorkers):
+class DistributedCollector(BaseCollector):
     """Runs a policy on other machines (or in processes of this one) and yields batches.
 
     Nodes act with copies of the policy: call `update_policy_weights_` after each optimizer step.

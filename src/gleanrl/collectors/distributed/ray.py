@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any, Unpack
 
 from gleanrl.collectors.arguments import RayArguments, documents_arguments
+from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.selectors import selects
-from gleanrl.collectors.with_workers import CollectorWithWorkers
 from gleanrl.collectors.worker_plan import deal, env_functions_of
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int
@@ -17,7 +17,7 @@ from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.ray_nodes import RayActors, check_options, require_ray, session
 
 
-class RayCollector(CollectorWithWorkers):
+class RayCollector(BaseCollector):
     """Runs a policy in Ray actors, on this machine or on a cluster, and yields batches.
 
     Actors act with copies of the policy: call `update_policy_weights_` after each optimizer step.
@@ -95,7 +95,6 @@ class RayCollector(CollectorWithWorkers):
         except BaseException:
             actors.stop(1.0)
             raise
-        self._touched = False
 
     # -- actors ----------------------------------------------------------------------------------
 
@@ -133,15 +132,21 @@ class RayCollector(CollectorWithWorkers):
             RuntimeError: a batch, an update, a seed or a state was requested before.
             ConfigError: another policy, or arguments that the constructor refuses.
         """
-        if self._touched or self._engine.closed:
+        if self.collection.touched or self.collection.weights.number or self._engine.closed:
             raise RuntimeError(
                 "add_collectors() comes before the first batch, update, seed or state: workers "
                 "share out frames and trajectory ids from then on; make a new collector"
             )
-        if policy is not None and policy is not self._plan.policy:
+        if policy is not None and policy is not self.collection.plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = env_functions_of(create_env_fn, num_envs), list(self._plan.functions)
-        hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
+        new, before = (
+            env_functions_of(create_env_fn, num_envs),
+            list(self.collection.plan.functions),
+        )
+        hooks = {
+            "pre_collect_hook": self.pre_collect_hook,
+            "post_collect_hook": self.post_collect_hook,
+        }
         own = {"weight_updater": self.weight_updater, "create_env_fn": [*before, *new]}
         arguments: dict[str, Any] = {**self._arguments, **hooks, **own}
         for name, added in (
@@ -152,11 +157,12 @@ class RayCollector(CollectorWithWorkers):
             arguments[name] = [*old, *deal(name, added or {}, len(new))]
         session.enter(self, None)  # so that it does not end in between
         try:
+            profile = self.profile_config
             self.shutdown()
             self._arguments = arguments
             self._start_actors([*before, *new])
-            if self._profile_config is not None:
-                self._begin_profile(asdict(self._profile_config))
+            if profile is not None:
+                self.enable_profile(**asdict(profile))
         finally:
             session.leave(self, True)
 

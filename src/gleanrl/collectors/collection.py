@@ -1,0 +1,292 @@
+"""A running collection: batches that workers make, counted, processed and shown."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from tensordict import TensorDictBase
+
+from gleanrl.collectors.background import BackgroundFilling
+from gleanrl.collectors.collector_weights import CollectorWeights
+from gleanrl.collectors.hooks import Hooks, HooksInWorkers
+from gleanrl.collectors.worker_plan import WorkerPlan
+from gleanrl.core import messages as m
+from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.keys import MASK
+from gleanrl.engine.engine import Engine
+from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.replacing import Replacements
+from gleanrl.engine.weight_sync import WeightSync
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.network import NetworkBackend
+from gleanrl.watch.watching import Watching
+
+
+class Collection:
+    """Collects batches with the workers of an engine.
+
+    Iteration, the background thread, evaluations and a collector around this one work on it. It
+    does not know its collector, so that nothing of these keeps that alive.
+    """
+
+    def __init__(self, name: str, plan: WorkerPlan, engine: Engine, watching: Watching) -> None:
+        """Reserve memory for batches and set up weights and counters.
+
+        Args:
+            name: Of the collector's class.
+            plan: The plan by which the workers were started.
+            engine: Of these workers.
+            watching: Shows the collection.
+        """
+        self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
+        self._several = not plan.in_process
+        self.timeout: float | None = plan.arguments["timeout"]
+        self.ready: deque[Any] = deque()
+        """Batches to deliver."""
+        self.batches = 0
+        self.touched = False
+        """Whether anything has requested a batch, a seed, a reset or a state."""
+        self.moved = False
+        """Whether environments were stepped or reset since they were seeded."""
+        self.seeds: Mapping[int, m.Seed] = {}
+        """The seeds of the workers since their start or since a state was loaded."""
+        self._requested_at: float | None = None
+        """The time of the request for the current batch, before it is gathered."""
+        self._reports: Rollouts = {}
+        """The workers' reports about the newest batch."""
+        stopped: Callable[[], bool] = bool
+        if isinstance(plan.interruptor, Interruptor):
+            plan.interruptor.attach(engine.backend.stop_byte)
+            stopped = plan.interruptor.collection_stopped
+        engine.tolerant = plan.arguments["on_failure"] != "raise"
+        self.budget = engine.plan(
+            plan.limits, plan.frames, plan.batches, enough=plan.enough, stopped=stopped
+        )
+        self.pipeline = plan.pipeline
+        self.pipeline.share_out(engine.num_envs)
+        self.weights = CollectorWeights(engine, plan, watching)
+        self._replacements: Replacements | None = None
+        if plan.relaunches is not None:
+            backend = cast("NetworkBackend", engine.backend)
+            models = cast("WeightSync", self.weights.models)
+            self._replacements = Replacements(engine, backend, models, plan.relaunches)
+        self.filling = BackgroundFilling(engine, self.budget, self.timeout)
+        hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
+        self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
+
+    def serve(self, plan: WorkerPlan) -> None:
+        """Continue with the workers that were started by ``plan``, which the engine has now."""
+        self.plan = plan
+        self.pipeline.forget()
+        self.engine.discarded += self.pipeline.discarded
+        self.pipeline = plan.pipeline
+        self.pipeline.share_out(self.engine.num_envs)
+        self.hooks = HooksInWorkers(self.hooks.pre, self.hooks.post, self.engine)
+        self.hooks.iterated = True
+        self.weights.serve(plan)
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """Note the time of a request for a batch, once per batch, after the pre-collect hook."""
+        if self._requested_at is None:
+            if self.plan.in_process and self.hooks.pre is not None:
+                self.hooks.pre()
+            self._requested_at = time.monotonic()
+
+    def collect(self, feed: bool = True) -> deque[Any]:
+        """Collect a batch; return the batches to deliver."""
+        self.announce()
+        batch = self.gather(feed)
+        if batch is None:  # workers have put it into the buffer themselves
+            return deque([None])
+        return self.pipeline(batch, self.hooks.post if self.plan.in_process else None)
+
+    def gather(self, feed: bool = True) -> TensorDictBase | None:
+        """Collect a batch from the workers, without further processing."""
+        self.touched = self.moved = True
+        weights = self.weights
+        if weights.schedule is not None:
+            weights.before_batch()
+        requested_at, self._requested_at = self._requested_at or time.monotonic(), None
+        batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
+        if cut_short and batch is not None and MASK not in batch.keys(True):
+            # Shutting down stopped it, and nothing in it says which of its frames are valid.
+            frames = sum(report.frames for report in reports.values())
+            self.budget.delivered -= frames
+            self.engine.discarded += frames
+            raise ClosedError("the collector was shut down while it collected")
+        self._reports = reports
+        self.batches += 1
+        self.watching.gathered(reports, weights.number, requested_at, self.status)
+        if weights.schedule is not None:
+            weights.after_batch(reports)
+        return batch
+
+    def newest(self) -> tuple[int, int]:
+        """Return the valid frames of the newest batch and the oldest policy version in it."""
+        reports = self._reports.values()
+        frames = sum(report.frames for report in reports)
+        return frames, min((report.policy_version for report in reports), default=0)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros with the layout of the real ones.
+
+        Raises:
+            NotImplementedError: batches have no fixed shape (``trajs_per_batch``, ragged data).
+        """
+        if self.pipeline.varies:
+            raise NotImplementedError(
+                "with trajs_per_batch the shape of a batch is that of its longest trajectory"
+            )
+        return self.pipeline.finish(self.engine.batches.fake_batch())
+
+    def failed(self) -> None:
+        """Show that an exception ended collection."""
+        self.watching.failed(self.status)
+
+    # -- seeds and resets ------------------------------------------------------------------------
+
+    def restart(self, commands: dict[int, m.Command]) -> dict[int, Any]:
+        """Carry out commands that begin new trajectories; discard rollouts under way."""
+        self.touched = self.moved = True
+        with self.engine.turn(None):
+            self.finish_filling()
+            self.ready.clear()
+            self.pipeline.forget()
+            return self.engine.restart(commands, self.budget)
+
+    def finish_filling(self) -> None:
+        """Collect the rollouts under way that workers write to the buffer, and count their rows."""
+        while self.plan.fills and not self.engine.gather.idle:
+            delivered = self.collect(feed=False)
+            if not self.filling.is_running():
+                self.ready += delivered
+
+    def seed(self, seed: int, static: bool) -> int:
+        """Seed all workers, whose environments are reset; return the last seed."""
+        commands: dict[int, m.Seed] = {}
+        base = seed
+        for worker, envs in enumerate(self.engine.envs):
+            # Streams differ from worker to worker, whatever the environments are seeded with.
+            commands[worker] = m.Seed(seed if static else base, static, base)
+            base += envs
+        with self.engine.turn(None):
+            self.renew_seeds(commands)
+            last = self.restart(dict(commands))
+            self.moved = False
+        if self.plan.sink is not None:
+            self.plan.sink.seeded(seed, static)
+        # A worker that was lost does not answer: the last seed is that of the last environment.
+        return int(last.get(len(commands) - 1, seed if static else base - 1))
+
+    def renew_seeds(self, seeds: Mapping[int, m.Seed]) -> None:
+        """Derive the seeds of replacements from ``seeds``; from none after a loaded state."""
+        self.seeds = seeds
+        if self._replacements is not None:
+            self._replacements.seeds = seeds
+
+    # -- what it shows ---------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return class, workers, environments, progress and state in one line."""
+        engine, total = self.engine, self.budget.limits.all_frames
+        frames = f"{self.budget.delivered:,}" + (f"/{total:,}" if total else "")
+        workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
+        return f"{self._name}({workers}envs={engine.num_envs}, frames={frames}, {self._state()})"
+
+    def _state(self) -> str:
+        if self.engine.failure is not None:
+            return "failed"
+        if self.engine.closed:
+            return "closed"
+        if self.filling.is_running():
+            return "paused" if self.filling.paused else "collecting in the background"
+        return "completed" if self.budget.exhausted else "collecting"
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the values that ``gleanrl top`` shows."""
+        status = self.watching.status(self.describe(), self.stats("both"))
+        return (
+            {**status, "hosts": [h for _, h in self.engine.processes]} if self._several else status
+        )
+
+    def stats(
+        self, workers: str = "aggregate", *, timeout: float | None = None
+    ) -> dict[str, int | float | bool]:
+        """Return a flat dictionary of scalars. Safe in any thread; waits for nothing.
+
+        ``fps`` is the rate over the last four seconds (eight batches, if these take longer),
+        ``fps_mean`` the rate since the request for the first batch, and ``episodes`` the number of
+        ended episodes. ``return_mean|min|max`` and ``length_mean|min|max`` describe the last 100
+        episodes; they are NaN before the first has ended. ``time_env``, ``time_policy``,
+        ``time_transfer`` and ``time_wait`` are shares of the workers' time, and ``time_reset`` is
+        the part of ``time_env`` that resets take. ``lag`` is the age of the newest batch's weights,
+        in versions.
+
+        Args:
+            workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
+                …) or ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
+            timeout: Accepted for compatibility; the call sends nothing to workers.
+
+        Raises:
+            ConfigError: another word.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ConfigError(
+                f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
+            )
+        if not self._several:
+            return self._totals()
+        stats = {} if workers == "per_worker" else self._totals()
+        if workers != "per_worker":
+            stats["worker_frames"] = sum(tally.frames for tally in self.engine.tallies)
+        stats |= {
+            "workers": self.engine.workers,
+            "workers_alive": len(self.engine.alive),
+            "workers_lost": self.engine.losses,
+            "rollouts_queued": self.engine.gather.queued,
+        }
+        for worker in range(self.engine.workers if workers != "aggregate" else 0):
+            own = self._of_worker(worker)
+            stats |= {f"worker_{worker}/{name}": value for name, value in own.items()}
+        return stats
+
+    def _totals(self) -> dict[str, int | float | bool]:
+        engine, limits = self.engine, self.budget.limits
+        total = limits.all_frames
+        return {
+            "frames": self.budget.delivered,
+            "batches": self.batches,
+            "frames_per_batch": limits.frames_per_batch,
+            "requested_frames_per_batch": limits.frames_per_batch,
+            "frames_discarded": engine.discarded + engine.gather.dropped + self.pipeline.discarded,
+            "batches_copied": engine.gather.copies,
+            "memory_bytes": engine.gather.nbytes,
+            "num_envs": engine.num_envs,
+            "policy_version": self.weights.number,
+            "completed": self.budget.exhausted,
+            "closed": engine.closed,
+            "running": self.filling.is_running(),
+            "failed": engine.failure is not None,
+            **self.watching.measures.stats(),
+            **({} if total is None else {"total_frames": total}),
+            **self.filling.stats(),
+        }
+
+    def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
+        engine, tally = self.engine, self.engine.tallies[worker]
+        return {
+            "frames": tally.frames,
+            "batches": tally.rollouts,
+            "requested_frames_per_batch": engine.sizes[worker],
+            "policy_version": tally.policy_version,
+            "alive": worker in engine.alive,
+            "pid": engine.processes[worker][0],
+            **self.watching.measures.stats(worker),
+        }
