@@ -170,9 +170,10 @@ class Slots:
 
     def __init__(self, steps: Sequence[int], options: BatchOptions) -> None:
         """Ask workers for ``steps[w]`` steps each."""
-        self._windows = [
+        self.windows = [
             [m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)]
         ]
+        """By slot, the windows of the workers."""
         self._cat_dim, self._stacked = options.cat, options.stacked
         self._trim = options.trim and not options.stacked
         self.copies, self.nbytes = 0, 0
@@ -181,10 +182,6 @@ class Slots:
     def acquire(self) -> int:
         """Take a free slot for writing."""
         return 0
-
-    def windows(self, slot: int) -> Sequence[m.WindowRef]:
-        """Return the windows of the workers in ``slot``."""
-        return self._windows[slot]
 
     def prepare(self, slot: int) -> None:
         """Prepare `hand_over` before the rollouts arrive."""
@@ -230,10 +227,10 @@ class SlabSlots(Slots):
         self._prepared: tuple[int, Array, list[TensorDict]] | None = None
         self.copies, self.nbytes = 0, arena.nbytes
         self._shapes = arena.slab.batch_shapes
-        self._names = _time_last(len(self._shapes[0]))
+        self._names = [*[None] * (len(self._shapes[0]) - 1), TIME]
         self._groups = arena.slab.layouts[0].groups
         workers = range(len(arena.slab.layouts))
-        self._windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
+        self.windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
 
     def acquire(self) -> int:
         slot = self._arena.acquire()
@@ -303,10 +300,6 @@ class SlabSlots(Slots):
             parts = _trimmed(parts, reports, dim)
         batch = parts[0] if len(parts) == 1 else _joined(parts, dim)
         return batch if self._device is None else batch.to(self._device)
-
-
-def _time_last(ndim: int) -> list[str | None]:
-    return [None] * (ndim - 1) + [TIME]
 
 
 _Part = TypeVar("_Part", bound=TensorDictBase)

@@ -156,9 +156,10 @@ class SyncGather(Gather):
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
-        self._update_stop()
+        if self._enough is not None:
+            self._set_stop(self._enough == 0)  # each worker makes one step then
         slot = self._slots[0].acquire()
-        windows = self._slots[0].windows(slot)
+        windows = self._slots[0].windows[slot]
         self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
         for worker in range(len(windows)):
@@ -185,23 +186,22 @@ class SyncGather(Gather):
         Raises:
             Exception: the first failure, which may be that of an earlier command.
         """
-        session, failures = self.session, self._failures(begun)
+        session, failures = self.session, list[BaseException]()
         for ticket in begun.tickets:
             while ticket.reply is None and ticket.lost is None:
+                if session.setbacks != self._setbacks and not failures:
+                    failures = self._failures(begun)
                 session.receive_in_time(begun.deadline, begun.tickets, _TASK)
                 if self._enough is not None and not failures:
                     self._update_stop(begun)
-                if session.setbacks != self._setbacks:
-                    failures = failures or self._failures(begun)
-        for error in failures or self._failures(begun):
+        if session.setbacks != self._setbacks:
+            failures = failures or self._failures(begun)
+        for error in failures:
             raise error
-        self._update_stop()
         return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
 
     def _failures(self, begun: _Round) -> list[BaseException]:
-        """Return the errors that were not looked at; if there are any, stop the rollouts."""
-        if self.session.setbacks == self._setbacks:
-            return []
+        """Return the errors since the last look; if there are any, stop the rollouts."""
         self._setbacks = self.session.setbacks
         failures = [ticket.error for ticket in begun.tickets if ticket.error is not None]
         failures = failures or self.session.take_failures()
@@ -215,10 +215,10 @@ class SyncGather(Gather):
         while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
             self.session.backend.stop_byte[0] = wanted = now
 
-    def _update_stop(self, begun: _Round | None = None) -> None:
+    def _update_stop(self, begun: _Round) -> None:
         """Let rollouts run to their end, unless enough workers have finished."""
         if self._enough is not None:
-            self._set_stop((0 if begun is None else begun.finished) >= self._enough)
+            self._set_stop(begun.finished >= self._enough)
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
@@ -361,7 +361,7 @@ class AsyncGather(Gather):
             return False
         slots = self._slots[worker]
         slot = slots.acquire()
-        ticket = self.session.send(worker, m.Collect(slots.windows(slot)[0], budget.random))
+        ticket = self.session.send(worker, m.Collect(slots.windows[slot][0], budget.random))
         if ticket.lost is not None:
             slots.release(slot)
             return False  # raised when the rollouts that did arrive have been delivered

@@ -25,6 +25,7 @@ from gleanrl.core.keys import (
     format_key,
     outermost,
 )
+from gleanrl.core.window import Array
 
 _INVALID = -1
 _MAX_CHUNKS = 64
@@ -283,25 +284,13 @@ class WholeTrajectories:
         self._chunks[chunk], self._live[chunk] = frames, frames.shape[0]
         return chunk
 
-    def _take(
-        self,
-        chunk: int,
-        ids: np.ndarray[Any, Any],
-        ended: np.ndarray[Any, Any],
-        time: np.ndarray[Any, Any],
-    ) -> None:
+    def _take(self, chunk: int, ids: Array, ended: Array, time: Array) -> None:
         # A new run starts where the id changes, and after an end even if the id stays.
         last = np.flatnonzero(np.append((ids[1:] != ids[:-1]) | ended[:-1], True))
         finished: list[tuple[int, int, list[_Piece]]] = []
         start = 0
-        ends = zip(
-            ids[last].tolist(),
-            (last + 1).tolist(),
-            ended[last].tolist(),
-            time[last].tolist(),
-            strict=True,
-        )
-        for traj, stop, done, when in ends:
+        ends = np.stack((ids[last], last + 1, ended[last], time[last]), 1)
+        for traj, stop, done, when in ends.tolist():
             if traj not in self._running:
                 self._begin(traj)
             piece, start = (chunk, start, stop), stop
