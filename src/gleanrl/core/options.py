@@ -77,13 +77,13 @@ class FrameBudget:
 
     def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
         """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
-        asked, total, notes = self.frames_per_batch, self.total_frames, []
-        if asked != frames_per_batch:
+        given, total, notes = self.frames_per_batch, self.total_frames, []
+        if given != frames_per_batch:
             uneven = (
-                "is not a multiple of" if asked % num_envs else "cannot be shared out evenly by"
+                "is not a multiple of" if given % num_envs else "cannot be shared out evenly by"
             )
             notes.append(
-                f"frames_per_batch ({asked}) {uneven} the {num_envs} environments: batches hold "
+                f"frames_per_batch ({given}) {uneven} the {num_envs} environments: batches hold "
                 f"{frames_per_batch} frames"
             )
         if total is not None and total % frames_per_batch:

@@ -53,11 +53,11 @@ class Budget:
         """Note a request for ``frames`` frames."""
         self.under_way += frames
 
-    def deliver(self, asked: int, frames: int) -> None:
-        """Note that a rollout of ``asked`` frames arrived with ``frames`` valid ones."""
-        self.under_way -= asked
+    def deliver(self, requested: int, frames: int) -> None:
+        """Note that a rollout of ``requested`` frames arrived with ``frames`` valid ones."""
+        self.under_way -= requested
         self.delivered += frames
 
-    def cancel(self, asked: int) -> None:
-        """Note that a rollout of ``asked`` frames will not be delivered."""
-        self.under_way -= asked
+    def cancel(self, requested: int) -> None:
+        """Note that a rollout of ``requested`` frames will not be delivered."""
+        self.under_way -= requested

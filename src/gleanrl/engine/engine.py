@@ -53,7 +53,7 @@ class Engine(Session):
         """Decide the layout of batches and reserve their memory; call once, first.
 
         Args:
-            limits: What was asked for.
+            limits: Frames per batch and in all, as the user gave them.
             frames: Per worker, the frames of its rollouts; rounded up to whole steps.
             options: How batches are handed out.
             enough: Workers that have to finish; then the rollouts of the others are stopped.
@@ -71,8 +71,8 @@ class Engine(Session):
             for layout, envs in zip(layouts, self.envs, strict=True)
         ]
         self.steps = tuple(
-            -(-asked // count) if layout is None or layout.steps is None else layout.steps
-            for asked, layout, count in zip(frames, layouts, rows, strict=True)
+            -(-requested // count) if layout is None or layout.steps is None else layout.steps
+            for requested, layout, count in zip(frames, layouts, rows, strict=True)
         )
         """Per worker, the steps of its rollouts."""
         self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]

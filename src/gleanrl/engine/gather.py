@@ -123,7 +123,7 @@ class SyncGather(Gather):
         Args:
             session: With the workers.
             slots: Of batches that hold the rollouts of all.
-            frames: What each worker is asked for.
+            frames: Per worker, those of a rollout.
             enough: Number of workers that have to finish.
             stopped: Whether rollouts are to be stopped from outside.
         """
@@ -266,7 +266,7 @@ class SyncGather(Gather):
         return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
 
 
-_Asked: TypeAlias = tuple[Ticket, Slots, int]
+_Requested: TypeAlias = tuple[Ticket, Slots, int]
 """A due rollout and its slot."""
 
 
@@ -279,7 +279,7 @@ class AsyncGather(Gather):
         """Gather from the first worker to finish; ``make_slots`` makes a worker's slots."""
         super().__init__(session, [make_slots(worker) for worker in range(len(frames))], frames)
         self._make_slots = make_slots
-        self._queues: list[deque[_Asked]] = [deque() for _ in frames]
+        self._queues: list[deque[_Requested]] = [deque() for _ in frames]
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -294,20 +294,20 @@ class AsyncGather(Gather):
         while (first := self._first()) is None:
             session.raise_if_failed()
             self._drop_lost(budget)
-            if feed and self.idle:  # the workers that had been asked were lost
+            if feed and self.idle:  # all workers with a request were lost
                 self._feed_all(budget, one=True)
             session.receive_in_time(Deadline(timeout), self._heads(), _TASK)
             if not session.can_continue:  # raised after the delivery of all arrived rollouts
                 session.receive_available()
-        worker, asked = first.worker, self._frames[first.worker]
+        worker, requested = first.worker, self._frames[first.worker]
         _, slots, slot = self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
             slots.release(slot)
-            budget.cancel(asked)
+            budget.cancel(requested)
             assert first.error is not None
             raise first.error
         report = first.reply.report
-        budget.deliver(asked, report.frames)
+        budget.deliver(requested, report.frames)
         batch = slots.hand_over(slot, [report])
         if feed and self.session.can_continue:  # else: only what was begun is delivered
             self._feed(worker, budget, _DEPTH)

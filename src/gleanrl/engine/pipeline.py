@@ -61,11 +61,11 @@ class Pipeline:
         """Set the number of environments, and with equal quotas the share of each."""
         if self._whole is None:
             return
-        asked = self._whole.num_trajectories
+        given = self._whole.num_trajectories
         self._whole.belong_to(num_envs, self._equal)
-        if asked != self._whole.num_trajectories and os.environ.get("RL_WARNINGS", "1") != "0":
+        if given != self._whole.num_trajectories and os.environ.get("RL_WARNINGS", "1") != "0":
             warn(
-                f"trajs_per_batch ({asked}) is not a multiple of the {num_envs} environments: "
+                f"trajs_per_batch ({given}) is not a multiple of the {num_envs} environments: "
                 f"with equal quotas batches hold {self._whole.num_trajectories} trajectories"
             )
 

@@ -54,8 +54,8 @@ class ProfileConfig:
     def get_activities(self) -> list[ProfilerActivity]:
         """Return the activities this machine can record."""
         known = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-        here = torch.cuda.is_available()
-        return [known[name] for name in self.activities if name == "cpu" or here]
+        cuda = torch.cuda.is_available()
+        return [known[name] for name in self.activities if name == "cpu" or cuda]
 
     def should_profile_worker(self, worker_idx: int) -> bool:
         """Tell whether a worker is to be profiled."""

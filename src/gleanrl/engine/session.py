@@ -170,7 +170,7 @@ class Session:
                 if not self.receive_one(deadline.left):
                     break
                 self.raise_if_failed()
-        finally:  # those that are still building cannot be asked to end
+        finally:  # a worker that is still building cannot be told to end
             self.give_up(sorted(self.joining), "build their environments", deadline)
         self.raise_if_failed()
 
@@ -516,8 +516,8 @@ class Session:
             self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerDied | CollectorTimeout) -> None:
-        asked = self._ending.get(worker)
-        told_to_end = asked is not None and asked.reply is not None
+        close = self._ending.get(worker)
+        told_to_end = close is not None and close.reply is not None
         new = not told_to_end and (worker not in self.lost or worker in self.joining)
         self.joining.discard(worker)
         for ticket in [t for t in self._open.values() if t.worker == worker]:

@@ -46,7 +46,7 @@ class Sink:
 
         Args:
             collector: It stores its frames here.
-            env: Returns its environment, ``None`` if that is elsewhere.
+            env: Returns its environment, ``None`` if that is in another process.
             num_envs: Environments of all workers.
         """
 
@@ -80,17 +80,17 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
         return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
     if extend:
         return _BufferSink(buffer, partial(_extend_rows, method))
-    return _BufferSink(buffer, partial(_add_steps, method, stacked), whole=False)
+    return _BufferSink(buffer, partial(_add_steps, method, stacked), by_batch=False)
 
 
 class _BufferSink(Sink):
     """Stores in any object with the methods of a replay buffer."""
 
     def __init__(
-        self, buffer: Any, store: Callable[[TensorDictBase], int], whole: bool = True
+        self, buffer: Any, store: Callable[[TensorDictBase], int], by_batch: bool = True
     ) -> None:
-        """Store in ``buffer`` with ``store``, ``whole`` batches or steps."""
-        self._buffer, self._store, self._whole = buffer, store, whole
+        """Store in ``buffer`` with ``store``, batch by batch or step by step."""
+        self._buffer, self._store, self._by_batch = buffer, store, by_batch
         sampler = buffer.sampler if isinstance(buffer, ReplayBuffer) else None
         self._needs_ids = isinstance(sampler, SliceSampler) and sampler.traj_key is None
         self._author = Author()
@@ -123,7 +123,7 @@ class _BufferSink(Sink):
         ``[env, time]`` or one that keeps the best, on the CPU, and one of ours: others are extended
         by the learner.
         """
-        if remote or not self._whole or not isinstance(self._buffer, ReplayBuffer):
+        if remote or not self._by_batch or not isinstance(self._buffer, ReplayBuffer):
             return False
         storage = self._buffer.storage
         if not isinstance(storage, LazyTensorStorage) or storage.ndim != 1:
@@ -151,8 +151,8 @@ def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int
     Raises:
         ConfigError: there are such steps, and it is not.
     """
-    whole = batch.reshape(-1, batch.shape[-1])
-    mask = whole.get(MASK, None)
+    rows = batch.reshape(-1, batch.shape[-1])
+    mask = rows.get(MASK, None)
     left_out = 0
     if mask is not None:
         reached = mask.all(0)
@@ -162,8 +162,8 @@ def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int
                 "the environments of this batch have different numbers of valid steps, which a "
                 "storage of [env, time] cannot hold; give a storage with ndim=1"
             )
-        whole = whole[:, reached]
-    extend(whole)
+        rows = rows[:, reached]
+    extend(rows)
     return left_out
 
 
@@ -181,7 +181,7 @@ def _add_steps(add: _Add, stacked: bool, batch: TensorDictBase) -> int:
                 add(part[..., step])
         return 0
     valid = mask.reshape(len(parts), -1, mask.shape[-1])
-    whole = valid.all(1)
-    for step, worker in whole.T.nonzero().tolist():
+    complete = valid.all(1)
+    for step, worker in complete.T.nonzero().tolist():
         add(parts[worker][..., step])
-    return int((valid & ~whole.unsqueeze(1)).sum())
+    return int((valid & ~complete.unsqueeze(1)).sum())
