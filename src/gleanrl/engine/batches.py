@@ -261,7 +261,7 @@ class SlabSlots(Slots):
     def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Put a batch together of which some rollouts are payloads."""
         parts: list[TensorDictBase] = [
-            self._copied(self._windows[slot][worker])
+            self._copied(self.windows[slot][worker])
             if report.payload is None
             # as rollouts are that come out of windows: on the CPU, without a device
             else report.payload.cpu().clear_device_()
