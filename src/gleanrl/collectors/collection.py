@@ -245,7 +245,7 @@ class Collection:
             return self._totals()
         stats = {} if workers == "per_worker" else self._totals()
         if workers != "per_worker":
-            stats["worker_frames"] = sum(tally.frames for tally in self.engine.tallies)
+            stats["worker_frames"] = self.watching.measures.frames
         stats |= {
             "workers": self.engine.workers,
             "workers_alive": len(self.engine.alive),
@@ -280,12 +280,9 @@ class Collection:
         }
 
     def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
-        engine, tally = self.engine, self.engine.tallies[worker]
+        engine = self.engine
         return {
-            "frames": tally.frames,
-            "batches": tally.rollouts,
             "requested_frames_per_batch": engine.sizes[worker],
-            "policy_version": tally.policy_version,
             "alive": worker in engine.alive,
             "pid": engine.processes[worker][0],
             **self.watching.measures.stats(worker),

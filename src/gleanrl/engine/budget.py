@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gleanrl.core.messages import Report
 from gleanrl.core.options import FrameBudget
-
-
-@dataclass(slots=True)
-class Tally:
-    """The delivered rollouts and frames of one worker."""
-
-    frames: int = 0
-    rollouts: int = 0
-    policy_version: int = 0
-
-    def add(self, report: Report) -> None:
-        """Count one rollout."""
-        self.frames += report.frames
-        self.rollouts += 1
-        self.policy_version = report.policy_version
 
 
 @dataclass(eq=False, slots=True)

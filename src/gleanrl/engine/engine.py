@@ -14,11 +14,11 @@ from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
-from gleanrl.engine.budget import Budget, Tally
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
 from gleanrl.engine.session import MakeBackend, Session
 
-_STAYING = frozenset({"_turns", "closed", "discarded", "failure", "set_aside", "tallies"})
+_STAYING = frozenset({"_turns", "closed", "discarded", "failure", "set_aside"})
 """Attributes of an engine that are not about its workers, and differ while none is collecting."""
 
 
@@ -37,8 +37,6 @@ class Engine(Session):
         """The engine with the workers from before `exchange`, which closes with this one."""
         self.discarded = 0
         """Frames that were stepped but not delivered."""
-        self.tallies = [Tally() for _ in factories]
-        """Per worker, its delivered rollouts and frames."""
         super().__init__(make_backend, factories, start_timeout=start_timeout)
 
     def plan(
@@ -135,9 +133,8 @@ class Engine(Session):
                 raise
             finally:
                 self.awaited = False
-            for worker, report in rollouts.items():
+            for report in rollouts.values():
                 self.discarded += report.discarded
-                self.tallies[worker].add(report)
             return batch, rollouts
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:

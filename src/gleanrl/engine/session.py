@@ -247,13 +247,11 @@ class Session:
 
     def ask(self, command: m.Command) -> Any:
         """Carry out a control command on the first worker that was not lost; return its value."""
-        while True:
-            alive = self.alive
-            values = self.request_each({alive[0] if alive else 0: command})
+        for worker in self.alive or [0]:
+            values = self.request_each({worker: command})
             if values:
-                return next(iter(values.values()))
-            if not alive:
-                raise self.first_loss
+                return values[worker]
+        raise self.first_loss
 
     def request_each(
         self, commands: Mapping[int, m.Command], timeout: float | None = 60.0
@@ -450,14 +448,9 @@ class Session:
 
     def _silent(self, now: float) -> list[int]:
         """Return the workers that owe a reply for long, unless a warning has just named them."""
-        since = dict.fromkeys(self.joining, 0.0)
-        for ticket in self._open.values():
-            since[ticket.worker] = min(since.get(ticket.worker, ticket.posted), ticket.posted)
-        return sorted(
-            worker
-            for worker, posted in since.items()
-            if now - max(posted, self.last_reply[worker]) >= _NOTICE_S
-        )
+        owing = {t.worker for t in self._open.values() if now - t.posted >= _NOTICE_S}
+        last = self.last_reply
+        return sorted(w for w in owing | self.joining if now - last[w] >= _NOTICE_S)
 
     # -- workers that come up or are lost --------------------------------------------------------
 

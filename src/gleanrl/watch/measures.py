@@ -68,7 +68,7 @@ class _Totals:
     """The sums of one worker, or of all, since collection began."""
 
     def __init__(self) -> None:
-        self.frames = self.lag = 0
+        self.frames = self.rollouts = self.policy_version = self.lag = 0
         self.episodes = _Episodes()
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
@@ -157,7 +157,8 @@ class Measures:
                 oldest = min(oldest, its_version)
                 worker = self._workers[index]
                 worker.frames += frames
-                worker.lag = version - its_version
+                worker.rollouts += 1
+                worker.policy_version, worker.lag = its_version, version - its_version
                 rollouts[index].append((seconds, ended, everything.frames))
             self._newest, everything.lag = now, version - oldest
             self._history.batches.add((now, everything.frames, everything.lag))
@@ -205,6 +206,12 @@ class Measures:
                 episodes.load(*own)
 
     @property
+    def frames(self) -> int:
+        """The frames of all batches until now."""
+        self.settle()
+        return self._all.frames
+
+    @property
     def history(self) -> History:
         """The figures of each batch until now."""
         self.settle()
@@ -212,6 +219,8 @@ class Measures:
 
     def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all.
+
+        Those of one worker contain its frames, its rollouts and its policy version, too.
 
         Args:
             worker: Its index; ``None`` for all.
@@ -224,7 +233,12 @@ class Measures:
                 self.settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             totals = self._all if worker is None else self._workers[worker]
+            own: dict[str, float] = {}
+            if worker is not None:
+                own = {"frames": totals.frames, "batches": totals.rollouts}
+                own["policy_version"] = totals.policy_version
             return {
+                **own,
                 **self._rates(indices),
                 **totals.episodes.stats(),
                 **_shares([self._workers[index].seconds for index in indices]),
