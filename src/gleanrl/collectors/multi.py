@@ -33,7 +33,7 @@ class MultiCollector(BaseCollector):
     """
 
     ARGUMENTS = MultiArguments
-    _sync: ClassVar[bool] = True
+    _sync: ClassVar[bool]  # of each subclass: nothing is inherited by mistake
 
     @documents_arguments(MultiArguments)
     def __init__(
@@ -148,6 +148,8 @@ class AsyncCollector(MultiCollector):
         ...     [tuple(batch.shape) for batch in collector]
         [(32,), (32,)]
     """
+
+    _sync = False
 
     @documents_arguments(MultiArguments)
     def __init__(
