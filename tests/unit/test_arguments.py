@@ -249,6 +249,14 @@ def test_flags_may_be_numpys_or_numbers(yes):
         assert type(made) is MultiSyncCollector
 
 
+def test_a_subclass_of_multi_collector_is_synchronous():
+    class Own(MultiCollector):
+        pass
+
+    with Own(["CartPole-v1"] * 2, frames_per_batch=8, backend="inline") as collector:
+        assert collector.next().shape == (2, 4)
+
+
 def test_numbers_may_be_numpys_and_lists_any_sequence():
     options = {"timeout": np.float32(9), "start_timeout": np.int64(99), "frames_per_batch": 8}
     options |= {"device": UserList(["cpu"] * 2), "create_env_kwargs": UserList([{}, {}])}

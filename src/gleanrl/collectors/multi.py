@@ -33,7 +33,7 @@ class MultiCollector(BaseCollector):
     """
 
     ARGUMENTS = MultiArguments
-    _sync: ClassVar[bool]  # of each subclass: nothing is inherited by mistake
+    _sync: ClassVar[bool] = True
 
     @documents_arguments(MultiArguments)
     def __init__(
