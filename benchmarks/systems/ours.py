@@ -36,7 +36,7 @@ class Batches(System):
         for key, value in batch.items(include_nested=True, leaves_only=True):
             name = key if isinstance(key, str) else ".".join(key)
             flag = name.rsplit(".", 1)[-1] in ("reward", "done", "terminated", "truncated")
-            found[name] = (value.squeeze(-1) if flag else value).detach().numpy()
+            found[name] = (value.squeeze(-1) if flag else value).detach().cpu().numpy()
         return found
 
 

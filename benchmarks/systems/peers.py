@@ -27,8 +27,8 @@ TORCHRL_SHORTCUTS: Mapping[str, Any] = {
 """Arguments that TorchRL's documentation recommends for the speed of any collector."""
 
 
-def torchrl(env: Any, policy: Any, frames: int) -> Batches:
-    """Return TorchRL's ``Collector`` on the CPU, with every shortcut its documentation offers."""
+def torchrl(env: Any, policy: Any, frames: int, **options: Any) -> Batches:
+    """Return TorchRL's ``Collector``, with every shortcut its documentation offers."""
     from torchrl.collectors import Collector
 
     return Batches(
@@ -38,7 +38,7 @@ def torchrl(env: Any, policy: Any, frames: int) -> Batches:
             frames_per_batch=frames,
             total_frames=-1,
             return_same_td=True,
-            **TORCHRL_SHORTCUTS,
+            **{**TORCHRL_SHORTCUTS, **options},
         )
     )
 
@@ -83,20 +83,21 @@ def cleanrl(
     net: nn.Module,
     steps: int,
     distribution: DistributionOf = _categorical,
+    device: str = "cpu",
 ) -> System:
     """Return a rollout phase as single-file PPO scripts write it, over ``SyncVectorEnv``.
 
     Like such scripts it stores no ``next`` observations, no trajectory ids and one flag. The
-    critic is left out, so all systems run the same network.
+    critic is left out, so all systems run the same network, which is on ``device``.
     """
     envs = sync_vector_env(factories)
     count = envs.num_envs
     space: Any = envs.single_observation_space
     action_space: Any = envs.single_action_space
-    obs = torch.zeros((steps, count, *space.shape))
-    actions = torch.zeros((steps, count, *action_space.shape))
-    logprobs, rewards, dones = torch.zeros((3, steps, count)).unbind()
-    next_obs, next_done = torch.Tensor(envs.reset()[0]), torch.zeros(count)
+    zeros = partial(torch.zeros, device=device)
+    obs, actions = zeros((steps, count, *space.shape)), zeros((steps, count, *action_space.shape))
+    logprobs, rewards, dones = zeros((3, steps, count)).unbind()
+    next_obs, next_done = torch.Tensor(envs.reset()[0]).to(device), zeros(count)
 
     def collect() -> int:
         nonlocal next_obs, next_done
@@ -109,10 +110,10 @@ def cleanrl(
                 logprob = probs.log_prob(action)
             actions[step] = action
             logprobs[step] = logprob
-            seen, reward, terminations, truncations, _ = envs.step(action.numpy())
-            rewards[step] = torch.tensor(reward).view(-1)
-            next_done = torch.Tensor(np.logical_or(terminations, truncations))
-            next_obs = torch.Tensor(seen)
+            seen, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
+            rewards[step] = torch.tensor(reward).to(device).view(-1)
+            next_done = torch.Tensor(np.logical_or(terminations, truncations)).to(device)
+            next_obs = torch.Tensor(seen).to(device)
         return steps * count
 
     def fields() -> Fields:
@@ -130,7 +131,7 @@ def sync_vector_env(factories: Sequence[EnvFactory]) -> gym.vector.SyncVectorEnv
 
 def _stored(*stored: Any) -> Fields:
     """Return the arrays of loops without successors, ``[T, P, ...]``, and the next observations."""
-    arrays = [np.asarray(each) for each in stored]
+    arrays = [np.asarray(torch.as_tensor(each).cpu()) for each in stored]
     last = arrays.pop()
     return {
         **{name: part.swapaxes(0, 1) for name, part in zip(_NAMES, arrays, strict=True)},

@@ -1,14 +1,35 @@
-"""Environments and policies that run on any device; workers import this."""
+"""Environments and policies that run on any device; workers import this.
+
+Tests use CUDA where there is a CUDA device, else the stand-in device.
+"""
 
 import random
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import nn
 
 from gleanrl.envs import GymEnv
+
+ON = "cuda" if torch.cuda.is_available() else "standin"
+SECOND = f"{ON}:1"
+DEVICES = torch.cuda.device_count() or 2
+
+
+def make(kind, *args, **kwargs):
+    """Call ``kind``: CUDA is in every process; `standin.make` brings the stand-in."""
+    return kind(*args, **kwargs)
+
+
+def skip_unless_comparable(policy, options):
+    """Skip a test of data that this machine's device cannot give as the CPU does."""
+    if ON == "cuda" and policy == "sampling":
+        pytest.skip("CUDA draws other numbers than the CPU")
+    if DEVICES == 1 and SECOND in str(options):
+        pytest.skip("there is one device only")
 
 
 class Walk(gym.Env):
@@ -106,10 +127,17 @@ def seeded():
 
 
 def check_same(there, here):
-    """Raise `AssertionError` unless batches are the same, bit for bit, wherever they are."""
-    from tests.zoo.laws import comparable, unlike
+    """Raise `AssertionError` unless batches are the same, wherever they are.
+
+    Bit for bit; floats that CUDA computed may be rounded otherwise.
+    """
+    from tests.zoo.laws import comparable, leaves, unlike
 
     assert len(there) == len(here)
     for number, (one, other) in enumerate(zip(there, here, strict=True)):
-        found = unlike(*(comparable(batch.cpu().clear_device_()) for batch in (one, other)))
-        assert not found, f"batch {number}: {found}"
+        pair = [comparable(batch.cpu().clear_device_()) for batch in (one, other)]
+        if ON == "cuda":
+            torch.testing.assert_close(*map(leaves, pair), rtol=1e-4, atol=1e-5)
+        else:
+            found = unlike(*pair)
+            assert not found, f"batch {number}: {found}"

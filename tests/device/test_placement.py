@@ -1,6 +1,6 @@
 """What a collector promises holds wherever policy, environment and batches are.
 
-Equal to the CPU bit for bit.
+Equal to the CPU, bit for bit on the stand-in device.
 """
 
 from functools import cache, partial
@@ -9,6 +9,8 @@ from itertools import cycle
 import pytest
 import torch
 from device_rig import (
+    ON,
+    SECOND,
     Walk,
     at_once,
     check_same,
@@ -17,13 +19,13 @@ from device_rig import (
     sampling,
     seeded,
     several,
+    skip_unless_comparable,
     tensordicts,
 )
 from torch import nn
 
 from gleanrl import Collector, Interruptor
 
-ON = "standin"
 ENVS = {
     "rows": (Walk, {"num_envs": 3}),
     "plain": (Walk, {"num_envs": 3, "fast": False}),
@@ -36,7 +38,7 @@ PLACES = {
     "policy": {"policy_device": ON},
     "batches": {"storing_device": ON},
     "policy and batches": {"policy_device": ON, "storing_device": ON},
-    "policy, batches elsewhere": {"policy_device": "standin:1", "storing_device": "standin:0"},
+    "policy, batches elsewhere": {"policy_device": SECOND, "storing_device": f"{ON}:0"},
     "policy, not environment": {"policy_device": ON, "env_device": "cpu"},
     "environment": {"env_device": ON, "policy_device": "cpu"},
     "all": {"device": ON},
@@ -71,6 +73,7 @@ OPTIONS = {
 
 def collect(env, policy, batches=4, seed=3, **options):
     """Return copies of some batches."""
+    skip_unless_comparable(policy, options)
     seeded()
     made, more = ENVS[env] if isinstance(env, str) else env
     options = {"frames_per_batch": 24, **more, **options}
@@ -105,7 +108,7 @@ def test_every_option_does_the_same(env, option):
     there = collect(env, "recurrent", **PLACES["policy and batches"], **OPTIONS[option])
     check_same(there, collect(env, "recurrent", **OPTIONS[option]))
     devices = {value.device for batch in there for value in batch.values(True, True)}
-    assert devices == {torch.device("standin:0")}
+    assert devices == {torch.device(ON, 0)}
 
 
 @pytest.mark.parametrize("env", ["rows", "plain", "tensordict"])

@@ -1,0 +1,85 @@
+"""Policies on a CUDA device in front of environments on the CPU, batches on the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import envs
+from benchmarks.harness import Case, Reference, Skip, System
+from benchmarks.policies import NET, categorical_policy
+from benchmarks.systems import ours, peers
+
+STEPS = 64
+"""Steps per environment and batch."""
+THERE = {"policy_device": "cuda", "storing_device": "cuda"}
+
+
+def all_cases() -> list[Case]:
+    """Return every case, in the order in which they run."""
+    nature = images()
+    return [
+        case("gpu-mlp-x16", "CartPole-v1 x16, 64-64 MLP", envs.seeded(envs.cartpole, 16), NET),
+        case("gpu-cnn-x8", "ALE/Pong-v5 x8, Nature CNN", envs.seeded(envs.pong, 8), nature),
+    ]
+
+
+def images() -> nn.Module:
+    """Return the network of Mnih et al. (2015), for ``uint8`` images ``[4, 84, 84]``."""
+    with torch.random.fork_rng(()):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            Scaled(),
+            *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()),
+            *(nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 6)),
+        )
+
+
+class Scaled(nn.Module):
+    """Makes ``uint8`` pixels numbers from 0 to 1."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels / 255.0
+
+
+def case(name: str, title: str, factories: Sequence[envs.EnvFactory], net: nn.Module) -> Case:
+    """Return a case: the ways to call a policy, in ours and in TorchRL, and the loop of CleanRL."""
+    frames = len(factories) * STEPS
+
+    def mine(**options: Any) -> System:
+        return ours.inline(factories, _policy(net), frames, **THERE, **options)
+
+    def theirs(**options: Any) -> System:
+        env, options = peers.torchrl_serial(factories), {**THERE, "no_cuda_sync": False, **options}
+        return peers.torchrl(env, _policy(net), frames, **options)
+
+    def loop() -> System:
+        return peers.cleanrl(factories, _there(net), STEPS, device="cuda")
+
+    captured = {"cudagraph_policy": True}
+    return Case(
+        name,
+        f"{title}, Categorical, policy and batches on the GPU",
+        mine,
+        [
+            Reference("gleanrl, cudagraph_policy", lambda: mine(**captured)),
+            Reference("TorchRL SerialEnv", theirs),
+            Reference("TorchRL SerialEnv, cudagraph_policy", lambda: theirs(**captured)),
+            Reference("CleanRL loop", loop),
+        ],
+    )
+
+
+def _policy(net: nn.Module) -> Any:
+    return categorical_policy(_there(net))
+
+
+def _there(net: nn.Module) -> nn.Module:
+    if not torch.cuda.is_available():
+        raise Skip("there is no CUDA device")
+    return copy.deepcopy(net).to("cuda")

@@ -1,0 +1,165 @@
+"""What only CUDA has: kernels that end later than their call, compilation for it, graphs."""
+
+from functools import partial
+
+import pytest
+import torch
+from device_rig import Walk
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+WAYS = {
+    "called": {},
+    "compiled": {"compile_policy": True},
+    "compiled, with graphs": {"compile_policy": {"mode": "reduce-overhead"}},
+    "captured": {"cudagraph_policy": True},
+    "compiled and captured": {"compile_policy": True, "cudagraph_policy": True},
+}
+SLOW = 2_000_000
+"""Cycles of a kernel, about a millisecond: whoever reads too early reads the step before."""
+
+
+class Tells(nn.Module):
+    """Shows, late, from which observation and weight an action came."""
+
+    def __init__(self, slow=SLOW):
+        super().__init__()
+        self.weight, self.slow = nn.Parameter(torch.ones(1)), slow
+
+    def forward(self, observation):
+        if self.slow:
+            torch.cuda._sleep(self.slow)
+        seen = observation * self.weight
+        return (seen[..., 0] > seen[..., 1]).long(), seen, self.weight.expand(*seen.shape[:-1], 1)
+
+
+def tells(slow=SLOW):
+    """Return the policy, on CUDA."""
+    return TensorDictModule(Tells(slow), ["observation"], ["action", "seen", "weight"]).to("cuda")
+
+
+def check_told(batch, weight=None):
+    """Raise `AssertionError` unless each row belongs to its observation, and to ``weight``."""
+    batch = batch.cpu()
+    seen, observed = batch["seen"], batch["observation"]
+    assert torch.equal(seen, observed * batch["weight"])
+    assert torch.equal(
+        batch["action"].reshape(seen.shape[:-1]), (seen[..., 0] > seen[..., 1]).long()
+    )
+    if weight is not None:
+        assert (batch["weight"] == weight).all()
+    going_on = ~batch["next", "done"][..., :-1, 0]
+    before, after = batch["next", "observation"][..., :-1, :], observed[..., 1:, :]
+    assert torch.equal(before[going_on], after[going_on])
+
+
+def grow(policy):
+    """Change the weight, and return it."""
+    with torch.no_grad():
+        policy.module.weight.add_(1)
+    return policy.module.weight.item()
+
+
+@pytest.mark.parametrize("stored", ["cpu", "cuda"])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_those_of_their_step(way, stored):
+    slow = 0 if "compile" in way else SLOW  # the compiler cannot see through it
+    policy, weight = tells(slow), 1.0
+    with Collector(
+        Walk, policy, num_envs=4, frames_per_batch=40, storing_device=stored, **WAYS[way]
+    ) as collector:
+        iterator = iter(collector)
+        for _ in range(6):
+            batch = next(iterator)
+            assert batch["seen"].device.type == stored
+            check_told(batch, weight)
+            weight = grow(policy)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("way", ["called", "captured", "compiled"])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_workers_with_policies_on_the_gpu(kind, way):
+    policy = tells(0 if "compile" in way else SLOW)
+    with kind([Walk] * 2, policy, frames_per_batch=32, **WAYS[way]) as collector:
+        iterator = iter(collector)
+        for _ in range(4):
+            check_told(next(iterator))
+        weight = grow(policy)
+        collector.update_policy_weights_()
+        for _ in range(3):  # asynchronous workers deliver what they had begun
+            batch = next(iterator)
+        check_told(batch, weight)
+
+
+def test_a_learner_on_the_gpu_and_workers_on_the_cpu():
+    policy = tells(0)
+    make = partial(MultiSyncCollector, [Walk] * 2, policy, frames_per_batch=32)
+    with make(policy_device="cpu", storing_device="cuda") as collector:
+        iterator, weight = iter(collector), 1.0
+        for _ in range(4):
+            check_told(next(iterator), weight)
+            weight = grow(policy)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_seed_decides_what_a_policy_draws(way):
+    class Draws(nn.Module):
+        def forward(self, observation):
+            noise = torch.rand(observation.shape[:-1], device=observation.device)
+            return (noise > 0.5).long(), noise
+
+    def noise():
+        policy = TensorDictModule(Draws(), ["observation"], ["action", "noise"])
+        with Collector(
+            Walk, policy, num_envs=4, frames_per_batch=40, policy_device="cuda", **WAYS[way]
+        ) as collector:
+            collector.set_seed(1)
+            iterator = iter(collector)
+            return torch.cat([next(iterator)["noise"].clone() for _ in range(3)])
+
+    first = noise()
+    assert torch.equal(first, noise())
+    assert len(first.unique()) > 0.99 * first.numel()
+
+
+def test_memory_of_the_gpu_does_not_grow():
+    policy = tells(0)
+
+    def rounds(collector, number):
+        iterator = iter(collector)
+        for _ in range(number):
+            next(iterator)
+            collector.update_policy_weights_()
+        return torch.cuda.memory_allocated()
+
+    before = torch.cuda.memory_allocated()
+    with Collector(Walk, policy, num_envs=4, frames_per_batch=40, storing_device="cuda") as one:
+        first = rounds(one, 3)
+        assert rounds(one, 20) <= first
+    del one
+    assert torch.cuda.memory_allocated() <= before + 4096
+
+
+def test_a_buffer_on_the_gpu_is_filled_while_the_learner_trains():
+    from gleanrl import LazyTensorStorage, ReplayBuffer
+
+    policy = tells()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(400, device="cuda"), batch_size=16)
+    with Collector(
+        Walk, policy, num_envs=4, frames_per_batch=40, total_frames=400, replay_buffer=buffer
+    ) as collector:
+        collector.start()
+        while collector.is_running():
+            if len(buffer):
+                sample = buffer.sample()
+                assert torch.equal(sample["seen"], sample["observation"] * sample["weight"])
+            grow(policy)
+            collector.update_policy_weights_()
+    rows = buffer[:]
+    assert len(rows) == 400
+    assert torch.equal(rows["seen"], rows["observation"] * rows["weight"])
