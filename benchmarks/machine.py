@@ -44,6 +44,7 @@ def origin() -> dict[str, Any]:
         },
         "machine": {
             "cpu": models[0] if models else platform.machine(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)),
             "torch_threads": torch.get_num_threads(),
