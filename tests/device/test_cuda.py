@@ -106,18 +106,25 @@ def test_a_learner_on_the_gpu_and_workers_on_the_cpu():
             collector.update_policy_weights_()
 
 
+class Draws(nn.Module):
+    """Draws actions on the device of its observations."""
+
+    def forward(self, observation):
+        noise = torch.rand(observation.shape[:-1], device=observation.device)
+        return (noise > 0.5).long(), noise
+
+
+def drawing(**options):
+    """Return a collector whose policy draws on the GPU."""
+    policy = TensorDictModule(Draws(), ["observation"], ["action", "noise"])
+    options = {"policy_device": "cuda", "num_envs": 4, "frames_per_batch": 40, **options}
+    return Collector(Walk, policy, **options)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_decides_what_a_policy_draws(way):
-    class Draws(nn.Module):
-        def forward(self, observation):
-            noise = torch.rand(observation.shape[:-1], device=observation.device)
-            return (noise > 0.5).long(), noise
-
     def noise():
-        policy = TensorDictModule(Draws(), ["observation"], ["action", "noise"])
-        with Collector(
-            Walk, policy, num_envs=4, frames_per_batch=40, policy_device="cuda", **WAYS[way]
-        ) as collector:
+        with drawing(**WAYS[way]) as collector:
             collector.set_seed(1)
             iterator = iter(collector)
             return torch.cat([next(iterator)["noise"].clone() for _ in range(3)])
@@ -125,6 +132,19 @@ def test_a_seed_decides_what_a_policy_draws(way):
     first = noise()
     assert torch.equal(first, noise())
     assert len(first.unique()) > 0.99 * first.numel()
+
+
+def test_a_saved_collector_goes_on_with_the_numbers_of_the_gpu():
+    with drawing() as collector:
+        collector.set_seed(1)
+        iterator = iter(collector)
+        next(iterator)
+        state = collector.state_dict()
+        expected = next(iterator)["noise"].clone()
+    with drawing() as collector:
+        collector.set_seed(7)
+        collector.load_state_dict(state)
+        assert torch.equal(next(iter(collector))["noise"], expected)
 
 
 def test_memory_of_the_gpu_does_not_grow():
