@@ -55,8 +55,10 @@ def case(name: str, title: str, factories: Sequence[envs.EnvFactory], net: nn.Mo
         return ours.inline(factories, _policy(net), frames, **THERE, **options)
 
     def theirs(**options: Any) -> System:
-        env, options = peers.torchrl_serial(factories), {**THERE, "no_cuda_sync": False, **options}
-        return peers.torchrl(env, _policy(net), frames, **options)
+        where = {**THERE, "env_device": "cpu", "no_cuda_sync": False}
+        return peers.torchrl(
+            peers.torchrl_serial(factories), _policy(net), frames, **where, **options
+        )
 
     def loop() -> System:
         return peers.cleanrl(factories, _there(net), STEPS, device="cuda")

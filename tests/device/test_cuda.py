@@ -33,7 +33,11 @@ class Tells(nn.Module):
         if self.slow:
             torch.cuda._sleep(self.slow)
         seen = observation * self.weight
-        return (seen[..., 0] > seen[..., 1]).long(), seen, self.weight.expand(*seen.shape[:-1], 1)
+        return (
+            (seen[..., 0] > seen[..., 1]).long(),
+            seen,
+            torch.ones_like(seen[..., :1]) * self.weight,
+        )
 
 
 def tells(slow=SLOW):

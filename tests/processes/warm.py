@@ -293,7 +293,8 @@ def _import() -> None:
     del sys.modules["ray"]
     for found in pkgutil.walk_packages(gleanrl.__path__, "gleanrl."):
         if not found.name.endswith("__main__"):
-            importlib.import_module(found.name)
+            with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
+                importlib.import_module(found.name)
 
 
 if __name__ == "__main__":
