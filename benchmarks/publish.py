@@ -145,6 +145,7 @@ _AGAINST = "work", "against", "ratio (spread)", "target"
 RATES = "work", "loop", "frames/s (spread)", "GleanRL over it"
 _TABLES = {
     "training_rates": (RATES, systems),
+    "gpu": (RATES, systems),
     "ray": ((*_AGAINST, "ratio by the learner's CPU time"), _by_cpu),
 }
 """Head and rows of suites whose rates are shown, not only ratios."""
