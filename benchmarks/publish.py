@@ -297,10 +297,13 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     machine, versions = entries[-1]["machine"], entries[-1]["versions"]
     load = " to ".join(sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float))
     names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
+    installed = [f"{name} {versions[name]}" for name in names if versions[name]]
+    parts = f"{machine['usable_cores']} cores of {machine['cpu']}", machine.get("gpu")
+    made_of = ", ".join(part for part in parts if part)
     return [
-        f"{' and '.join(days)}, {machine['usable_cores']} cores of {machine['cpu']}, load {load}.",
+        f"{' and '.join(days)}, {made_of}, load {load}.",
         _commits(runs),
-        f"Python {versions['python']}, {', '.join(f'{n} {versions[n]}' for n in names)}.",
+        f"Python {versions['python']}, {', '.join(installed)}.",
     ]
 
 
