@@ -3,6 +3,7 @@
 import inspect
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -32,6 +33,48 @@ def test_every_argument_of_a_collector_is_drawn_or_excused():
     taken = {name for kind in KINDS for name in inspect.signature(kind).parameters}
     assert taken - known == set()
     assert known - taken == {"front_door"}
+
+
+LAWS = {
+    "warned through whole trajectories": Case(
+        backend="sync", workers=2, options={"trajs_per_batch": 3}, events=("silent", *[""] * 8)
+    ),
+    "warned after a load": Case(
+        backend="sync", workers=2, events=("silent", "", "", "reload", "", "")
+    ),
+    "warned in the background": Case(background=True, sink="buffer", events=("silent", *[""] * 3)),
+    "rows of preempted rollouts": Case(
+        backend="sync",
+        workers=2,
+        sink="buffer",
+        background=True,
+        options={"preemptive_threshold": 0.5},
+        events=("",) * 3,
+    ),
+    "half batches of a pool": Case(env="NextStep", envs=3, steps=8, seed=66, events=("",) * 3),
+}
+
+
+@pytest.mark.parametrize("case", LAWS.values(), ids=LAWS)
+def test_a_law_holds_in_a_case_that_asks_for_it(case):
+    hunting.run(case)
+
+
+def test_a_missing_warning_is_found(monkeypatch):
+    monkeypatch.setattr(hunting._Run, "open", silenced(hunting._Run.open))
+    with pytest.raises(Wrong, match="no warning"):
+        hunting.run(LAWS["warned after a load"])
+
+
+def silenced(build):
+    """Return a way to open collectors that send no warning."""
+
+    def quiet(run):
+        collector = build(run)
+        warnings.simplefilter("ignore")
+        return collector
+
+    return quiet
 
 
 def stream():

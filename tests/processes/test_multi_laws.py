@@ -309,6 +309,19 @@ def test_a_resumed_training_that_never_sends_weights_is_warned_of(kind):
             collector.next()
 
 
+def test_a_loaded_state_begins_the_count_of_batches_without_new_weights_anew(kind):
+    policy = rig.encoded(4)
+    with open_two(kind, policy, backend="inline") as collector:
+        collector.next()
+        train(policy)
+        collector.next()
+        collector.load_state_dict(collector.state_dict())
+        train(policy)
+        collector.next()
+        with pytest.warns(UserWarning, match="update_policy_weights_"):
+            collector.next()
+
+
 @pytest.mark.parametrize("way", ["sent", "each batch", "own scheme", "restored", "not trained"])
 def test_weights_that_are_sent_are_not_warned_of(kind, way):
     policy, options = rig.encoded(4), {}
@@ -556,6 +569,14 @@ def test_preempted_rollouts_keep_what_is_valid(cat):
             assert ends[:, -1].all()
             assert not slow.view(2, -1)["next", "truncated"][:, :-1].any()
         assert collector.stats()["frames"] == frames
+
+
+def test_preempted_collection_goes_on_to_the_rounded_total():
+    with pytest.warns(UserWarning, match="24 in all"):
+        collector = open_two("sync", frames=4, total_frames=18, preemptive_threshold=0)
+    with collector:
+        assert [int(batch["collector", "mask"].sum()) for batch in collector] == [2] * 12
+        assert collector.stats()["frames"] == collector.total_frames == 24
 
 
 @pytest.mark.parametrize("backend", ["process", "inline"])

@@ -68,6 +68,16 @@ class Case:
         return self.env.startswith("NextStep")
 
     @property
+    def every_call_shows(self) -> bool:
+        """Whether a call of environment or policy changes later frames even if no frame has it."""
+        return self.draws or self.policy in ("drawing", "random", "carrying")
+
+    @property
+    def preempted(self) -> bool:
+        """Whether rollouts are stopped because other workers have ended theirs."""
+        return bool(self.options.get("preemptive_threshold", 1.0) < 1.0)
+
+    @property
     def pool(self) -> bool:
         """Whether the environment is a vector environment."""
         return self.env in POOLS
@@ -226,7 +236,8 @@ def allowed(case: Case, name: str) -> bool:
         "weight_sync_schemes": case.backend in ("sync", "async"),
         "update_at_each_batch": case.policy != "random",
         "cat_results": case.together,
-        "preemptive_threshold": case.together,
+        # Rows of an [env, time] storage have equally many steps.
+        "preemptive_threshold": case.together and case.sink != "rows",
         "on_failure": not case.together,
         "compact_obs": case.sink == "batches",
         "max_frames_per_traj": case.env != "torchrl",

@@ -257,7 +257,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             return batch
 
     def __len__(self) -> int:
-        """Return the number of batches of a full iteration.
+        """Return the number of batches of a full iteration; it is larger if rollouts are stopped.
 
         Raises:
             TypeError: the collector is endless.
@@ -467,8 +467,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
 
     @property
     def total_frames(self) -> int | float:
-        """Frames of all batches, rounded up to whole ones; infinity if endless."""
-        total = self.collection.budget.limits.all_frames
+        """Frames after which iteration ends, rounded up to whole batches; infinity if endless."""
+        total = self.collection.budget.limits.total_frames
         return float("inf") if total is None else total
 
     @property

@@ -195,7 +195,7 @@ class Collection:
 
     def describe(self) -> str:
         """Return class, workers, environments, progress and state in one line."""
-        engine, total = self.engine, self.budget.limits.all_frames
+        engine, total = self.engine, self.budget.limits.total_frames
         frames = f"{self.budget.delivered:,}" + (f"/{total:,}" if total else "")
         workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
         return f"{self._name}({workers}envs={engine.num_envs}, frames={frames}, {self._state()})"
@@ -259,7 +259,7 @@ class Collection:
 
     def _totals(self) -> dict[str, int | float | bool]:
         engine, limits = self.engine, self.budget.limits
-        total = limits.all_frames
+        total = limits.total_frames
         return {
             "frames": self.budget.delivered,
             "batches": self.batches,

@@ -101,8 +101,9 @@ class NothingSent:
         self._parameters, self._versions = (), []
 
     def restored(self, workers: Sequence[int]) -> None:
-        """Expect the weights of a loaded state, which the workers have got with the state."""
+        """Look only at later changes, because the workers have got the weights of a state."""
         self._versions = [parameter._version for parameter in self._parameters]
+        self._late = 0
 
 
 Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent

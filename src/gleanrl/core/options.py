@@ -35,7 +35,7 @@ class FrameBudget:
     frames_per_batch: int
     """Frames of one batch, rounded up to whole env steps."""
     total_frames: int | None
-    """Frames after which iteration ends (rounded up to whole batches); ``None`` for endless."""
+    """Frames after which iteration ends, rounded up to whole batches; ``None`` for endless."""
     init_random_frames: int = 0
     """Frames for which the policy is not called, rounded up to whole batches."""
 
@@ -45,11 +45,6 @@ class FrameBudget:
         if self.total_frames is None:
             return None
         return -(-self.total_frames // self.frames_per_batch)
-
-    @property
-    def all_frames(self) -> int | None:
-        """Frames of all batches of one full iteration, ``None`` if endless."""
-        return None if self.batches is None else self.batches * self.frames_per_batch
 
     @classmethod
     def from_arguments(
@@ -86,15 +81,15 @@ class FrameBudget:
                 f"frames_per_batch ({given}) {uneven} the {num_envs} environments: batches hold "
                 f"{frames_per_batch} frames"
             )
-        if total is not None and total % frames_per_batch:
+        if total is not None and (missing := -total % frames_per_batch):
             notes.append(
                 f"total_frames ({total}) is not a multiple of the batch ({frames_per_batch}): "
-                f"{-total % frames_per_batch} additional frames will be collected, "
-                f"{total + -total % frames_per_batch} in all"
+                f"{missing} additional frames will be collected, {total + missing} in all"
             )
+            total += missing
         if notes and os.environ.get("RL_WARNINGS", "1") != "0":
             warn("; ".join(notes))
-        return replace(self, frames_per_batch=frames_per_batch)
+        return replace(self, frames_per_batch=frames_per_batch, total_frames=total)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
