@@ -43,6 +43,7 @@ from gleanrl.transport.wire import (
     head_of,
     key_frame,
     read_key,
+    reply_in,
 )
 from gleanrl.transport.worker_loop import Boot, OpenWindow
 from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
@@ -98,12 +99,23 @@ class Node(ChannelPeer):
         The wait has no deadline of its own: giving the node up hangs up on it.
 
         Raises:
-            EOFError: the node is gone.
+            EOFError: the node is gone, without a word.
         """
         self.channel.send(pickle.dumps(self._backend.boot(self.index, life)))
-        self._pair = self._backend.plane.pair(self)
+        try:
+            self._pair = self._backend.plane.pair(self)
+        except Exception:  # also where the node could not build its source and has ended
+            with contextlib.suppress(EOFError, OSError, CollectorTimeout):
+                self._read_until(self._has_failed, _IN_FLIGHT_S)
+            if not self._has_failed():
+                raise
+            return
         if life:  # the learner continues with the others meanwhile
             self._read_until(lambda: any(head_of(frame)[0] == 0 for frame in self.replies), None)
+
+    def _has_failed(self) -> bool:
+        """Whether the node has said why it ends."""
+        return any(isinstance(reply_in(frame), m.Failed) for frame in self.replies)
 
     def tell(self, key: str, value: bytes) -> None:
         self.channel.send(key_frame(key, value))
