@@ -5,10 +5,12 @@ import threading
 
 import pytest
 import rig
+from node_rig import nodes
 
 from gleanrl import WorkerDied
 from gleanrl.transport.handshake import join
 from gleanrl.transport.joining import NodeAdmitter
+from gleanrl.transport.process_group import ProcessGroups
 
 
 class FakeNode:
@@ -201,3 +203,15 @@ def test_an_interrupt_at_the_end_leaves_nothing_that_nobody_will_close(make):
     for thread, sockets in knocks:
         thread.join(rig.LIMIT)
         sockets[0].close()
+
+
+def test_a_node_that_fails_while_the_learner_still_connects_says_why(monkeypatch):
+    pair = ProcessGroups.pair
+
+    def late(plane, connection):
+        pair(plane, connection)
+        raise RuntimeError("Connection closed by peer")  # as gloo does if the node is quicker
+
+    monkeypatch.setattr(ProcessGroups, "pair", late)
+    with pytest.raises(ArithmeticError, match="in the simulator"), rig.in_time():
+        nodes(rig.fail, rig.fail)

@@ -147,10 +147,10 @@ def test_a_reset_drops_what_running_episodes_have(kind):
 
 
 class SlowReset(Counting):
-    """Takes a hundred times longer to reset than to step."""
+    """Takes hundreds of times longer to reset than to step."""
 
     def reset(self, **options):
-        sum(range(100_000))
+        sum(range(500_000))
         return super().reset(**options)
 
 
