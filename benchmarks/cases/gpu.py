@@ -13,6 +13,7 @@ from benchmarks import envs
 from benchmarks.harness import Case, Reference, Skip, System
 from benchmarks.policies import NET, categorical_policy
 from benchmarks.systems import ours, peers
+from benchmarks.systems.training import Nature
 
 STEPS = 64
 """Steps per environment and batch."""
@@ -21,30 +22,10 @@ THERE = {"policy_device": "cuda", "storing_device": "cuda"}
 
 def all_cases() -> list[Case]:
     """Return every case, in the order in which they run."""
-    nature = images()
     return [
         case("gpu-mlp-x16", "CartPole-v1 x16, 64-64 MLP", envs.seeded(envs.cartpole, 16), NET),
-        case("gpu-cnn-x8", "ALE/Pong-v5 x8, Nature CNN", envs.seeded(envs.pong, 8), nature),
+        case("gpu-cnn-x8", "ALE/Pong-v5 x8, Nature CNN", envs.seeded(envs.pong, 8), Nature(6)),
     ]
-
-
-def images() -> nn.Module:
-    """Return the network of Mnih et al. (2015), for ``uint8`` images ``[4, 84, 84]``."""
-    with torch.random.fork_rng(()):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            Scaled(),
-            *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()),
-            *(nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten()),
-            *(nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 6)),
-        )
-
-
-class Scaled(nn.Module):
-    """Makes ``uint8`` pixels numbers from 0 to 1."""
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels / 255.0
 
 
 def case(name: str, title: str, factories: Sequence[envs.EnvFactory], net: nn.Module) -> Case:

@@ -9,7 +9,13 @@ from device_rig import Walk
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl import (
+    Collector,
+    LazyTensorStorage,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    ReplayBuffer,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 WAYS = {
@@ -20,7 +26,7 @@ WAYS = {
     "compiled and captured": {"compile_policy": True, "cudagraph_policy": True},
 }
 SLOW = 2_000_000
-"""Cycles of a kernel, about a millisecond: whoever reads too early reads the step before."""
+"""Cycles of a kernel, about a millisecond: a read that comes too early finds the step before."""
 
 
 class Tells(nn.Module):
@@ -173,8 +179,6 @@ def test_memory_of_the_gpu_does_not_grow():
 
 
 def test_a_buffer_on_the_gpu_is_filled_while_the_learner_trains():
-    from gleanrl import LazyTensorStorage, ReplayBuffer
-
     policy = tells()
     buffer = ReplayBuffer(storage=LazyTensorStorage(400, device="cuda"), batch_size=16)
     with Collector(

@@ -126,12 +126,14 @@ def test_the_heartbeat_counts():
 
 
 def test_a_rollout_that_was_cut_short_is_not_delivered():
-    with stopping(heartbeat=60.0) as collector:
-        delivered = Delivered(collector)
-        delivered.until(0, ROLLOUTS - 1)
-        whole = delivered.rollouts[0]
-        os.kill(delivered.stops, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="worker 0"):
-            delivered.until_error()  # and each rollout is checked to be whole
-        # On a busy machine the last one may have been sent before the process stopped.
-        assert delivered.rollouts[0] in (whole, ROLLOUTS)
+    for _ in range(5):
+        with stopping(heartbeat=60.0) as collector:
+            delivered = Delivered(collector)
+            delivered.until(0, ROLLOUTS - 1)
+            whole = delivered.rollouts[0]
+            os.kill(delivered.stops, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match="worker 0"):
+                delivered.until_error()
+        if delivered.rollouts[0] < ROLLOUTS:
+            break  # else a busy machine had sent the last one before the process stopped
+    assert delivered.rollouts[0] == whole

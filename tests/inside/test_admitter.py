@@ -205,6 +205,7 @@ def test_an_interrupt_at_the_end_leaves_nothing_that_nobody_will_close(make):
         sockets[0].close()
 
 
+@pytest.mark.usefixtures("tidy_nodes")
 def test_a_node_that_fails_while_the_learner_still_connects_says_why(monkeypatch):
     pair = ProcessGroups.pair
 

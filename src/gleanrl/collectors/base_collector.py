@@ -257,15 +257,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
             return batch
 
     def __len__(self) -> int:
-        """Return the number of batches of a full iteration; it is larger if rollouts are stopped.
+        """Return the number of batches of a full iteration; stopped rollouts make more batches.
 
         Raises:
             TypeError: the collector is endless.
         """
-        batches = self.collection.budget.limits.batches
-        if batches is None:
+        limits = self.collection.budget.limits
+        if limits.total_frames is None:
             raise TypeError("this collector is endless (total_frames=-1): it has no length")
-        return batches
+        return limits.total_frames // limits.frames_per_batch
 
     fake_tensordict = method_of("collection", Collection.fake_tensordict)
 

@@ -39,13 +39,6 @@ class FrameBudget:
     init_random_frames: int = 0
     """Frames for which the policy is not called, rounded up to whole batches."""
 
-    @property
-    def batches(self) -> int | None:
-        """Number of batches of one full iteration, ``None`` if endless."""
-        if self.total_frames is None:
-            return None
-        return -(-self.total_frames // self.frames_per_batch)
-
     @classmethod
     def from_arguments(
         cls,
