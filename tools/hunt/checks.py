@@ -166,6 +166,8 @@ class Checker:
     sums: dict[tuple[int, int], float] = field(default_factory=dict)
     loose: set[int] = field(default_factory=set)
     """Environments that may begin anew with their next frame."""
+    tags: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Per place of a frame of the batch, the weights that acted there."""
 
     def begin_anew(self) -> None:
         """All environments may begin a new episode."""
@@ -180,6 +182,8 @@ class Checker:
         """
         acts = self.acts
         frames = list(frames_of(batch))
+        # Pools deliver first what was left over, so one batch may have frames of two versions.
+        self.tags = {frame.place: frame.action[0] for frame in frames}
         for frame in frames:
             self._alone(frame, acts)
             self._follows(frame, acts)
@@ -216,21 +220,25 @@ class Checker:
             require(labelled, f"{frame}: weights of version {tag}, labelled {made}")
         # Sums over random actions cannot be told from the first of them.
         if acts or not self.n_steps:
-            self._paid(frame, tag)
+            self._paid(frame)
         self._entries(frame, acts)
         if not self.n_steps:
             self._ends(frame, number // self.agents, episode, step)
 
-    def _paid(self, frame: Frame, tag: float) -> None:
+    def _paid(self, frame: Frame) -> None:
         number, episode, step = frame.place
-        far = 1
+        far, tags = 1, [frame.action[0]]
         if self.n_steps:
             far = int(frame.extras["steps_to_next_obs"])
             require(frame.after is not None, f"{frame}: no successor")
             landed = (number, episode, step + far)
             require((frame.after or ())[:3] == landed, f"{frame}: leads to {frame.after}")
             require(1 <= far <= self.n_steps, f"{frame}: {far} steps ahead")
-        paid = sum(self.gamma**at * reward(number, step + at, tag, self.bonus) for at in range(far))
+            tags = [self.tags[number, episode, step + at] for at in range(far)]
+        paid = sum(
+            self.gamma**at * reward(number, step + at, tag, self.bonus)
+            for at, tag in enumerate(tags)
+        )
         require(
             np.float32(frame.reward) == np.float32(paid),
             f"{frame}: reward {frame.reward}, not {paid}",
