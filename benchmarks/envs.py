@@ -85,6 +85,14 @@ def pong() -> gym.Env[Any, Any]:
     return gym.wrappers.FrameStackObservation(env, 4)
 
 
+def pong_in_colour() -> gym.Env[Any, Any]:
+    """Return Pong as it is, 210x160 in colour."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    return unchecked("ALE/Pong-v5")
+
+
 def cartpole_vector(count: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Return Gymnasium's own vectorised CartPole in its default autoreset mode."""
     envs = gym.make_vec("CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks import checks, envs, policies
+from benchmarks.cases import torchrl_envs
 from benchmarks.harness import Build, Case, Reference, System
 from benchmarks.policies import NET, POLICY
 from benchmarks.systems import hand, ours, peers
@@ -37,8 +38,7 @@ def all_cases() -> list[Case]:
         pong(),
         *(pool(*ENVPOOL, mlp) for mlp in (False, True)),
         *(pool(*NATIVE, mlp) for mlp in (False, True)),
-        torchrl_env(transforms=False),
-        torchrl_env(transforms=True),
+        *torchrl_envs.all_cases(),
     ]
 
 
@@ -164,23 +164,4 @@ def pool(
         lambda: ours.inline(make(count), policy, count * STEPS),
         Reference("bare loop", bare, 0.9),
         random=not mlp,
-    )
-
-
-def torchrl_env(transforms: bool) -> Case:
-    """An environment written for TorchRL, in ours and in theirs.
-
-    With transforms it is no Gymnasium environment in disguise: every step goes through TensorDicts.
-    """
-    factory = envs.seeded(envs.cartpole, 1)[0]
-
-    def make() -> Any:
-        env = peers.torchrl_gym(factory)
-        return peers.torchrl_transformed(env) if transforms else env
-
-    return case(
-        "torchrl-env-transforms" if transforms else "torchrl-env",
-        f"TorchRL GymEnv x1{' + StepCounter, RewardSum' if transforms else ''}, 64-64 MLP",
-        lambda: ours.inline(make(), POLICY, ALONE),
-        Reference("TorchRL Collector", lambda: peers.torchrl(make(), POLICY, ALONE), 1.5),
     )

@@ -220,6 +220,42 @@ class _Memory:
         return {name: value.swapaxes(0, 1) for name, value in flat.items()}
 
 
+def grey_stacks(factory: EnvFactory, steps: int) -> System:
+    """Return a loop with random actions whose images become stacks of four grey ones.
+
+    The arithmetic is that of TorchRL's ``ToTensorImage``, ``GrayScale`` and ``CatFrames``.
+    """
+    env = factory()
+    image = torch.as_tensor(env.reset()[0])
+    high, wide, _ = image.shape
+    stacks = torch.zeros(steps + 1, 4, high, wide)
+    following = torch.zeros(steps, 4, high, wide)
+    weights = torch.tensor([0.2989, 0.587, 0.114])
+    rewards, flags = torch.zeros(steps), torch.zeros(3, steps, dtype=torch.bool)
+    actions = torch.zeros(steps, dtype=torch.int64)
+    choices = int(env.action_space.n)  # type: ignore[attr-defined]  # discrete
+
+    def grey(image: Any) -> torch.Tensor:
+        red, green, blue = torch.as_tensor(image).permute(2, 0, 1).div(255).unbind(0)
+        return red * weights[0] + green * weights[1] + blue * weights[2]
+
+    stacks[steps] = grey(image)
+
+    def collect() -> int:
+        stacks[0] = stacks[steps]
+        torch.randint(choices, (steps,), out=actions)
+        for t, action in enumerate(actions.tolist()):
+            seen, rewards[t], dead, late, _ = env.step(action)
+            following[t, :3], following[t, 3] = stacks[t, 1:], grey(seen)
+            stacks[t + 1] = following[t]
+            flags[:, t] = torch.tensor((dead or late, dead, late))
+            if dead or late:
+                stacks[t + 1] = grey(env.reset()[0])
+        return steps
+
+    return System(collect, end=env.close)
+
+
 def hand_loop(factories: Sequence[EnvFactory], steps: int, actor: Actor) -> System:
     """Return the tightest loop we can write that delivers the fields of a dense batch."""
     envs = [factory() for factory in factories]

@@ -49,8 +49,13 @@ def fits(policy: Policy, env: Environment) -> bool:
 
 
 def compared(policy: Policy, env: Environment) -> bool:
-    """Whether there is a reference: not where rows of one call belong to different steps."""
-    return "unaligned" not in env.tags or not (policy.draws or policy.mixes)
+    """Whether there is a reference: not where rows of one call belong to different steps.
+
+    Nor where the collector cuts episodes.
+    """
+    return "cut" not in env.tags and (
+        "unaligned" not in env.tags or not (policy.draws or policy.mixes)
+    )
 
 
 def pairs(policies: Mapping[str, Policy], envs: Mapping[str, Environment]) -> list[tuple[str, str]]:
@@ -81,7 +86,7 @@ def loop_of(policy: Policy, env: Environment, twin: Twin, module: Any) -> Loop:
     if "primed" in env.tags:
         states = {key: zero for key, zero in states.items() if key != "hidden"}
     ins = (env.obs,) if policy.outs else ()
-    gives = env.name in {"t-init-tracker", "rl-pendulum", "t-primer"}
+    gives = env.name in {"t-init-tracker", "rl-pendulum", "t-primer"} or "init" in env.tags
     return Loop(twin, Call(module, ins, policy.outs), states, policy.is_init and not gives)
 
 

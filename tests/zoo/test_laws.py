@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from tensordict import TensorDictBase
+from tests.zoo.compositions import compositions
 from tests.zoo.environments import ENVIRONMENTS
 from tests.zoo.laws import (
     BATCHES,
@@ -124,3 +125,11 @@ def test_the_reference_is_what_torchrl_collects(policy: str, env: str) -> None:
     torch.manual_seed(0)
     expected = reference(POLICIES[policy], ENVIRONMENTS[env])
     agree(differences(expected, torchrl(policy, env)))
+
+
+@pytest.mark.parametrize("first", range(0, 12000, 1000))
+def test_transforms_drawn_at_random(first: int) -> None:
+    for one in compositions(first, 5):
+        env = one.case()
+        assert env is not None
+        agree(check(one.policy_of(env), env))

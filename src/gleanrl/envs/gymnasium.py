@@ -141,7 +141,7 @@ class GymnasiumEnv(WindowEnv):
         self._calls = _StepCalls(self.envs, self._check)
         self._steps: list[Callable[[Any], Any]] = []
         self._seeds = list(seeds or [None] * len(self.envs))
-        self._rewards: list[Sequence[Any]] = []
+        self.rewards: list[Sequence[Any]] = []
         self._open = self.envs
         """Those that `close` closes."""
 
@@ -180,7 +180,7 @@ class GymnasiumEnv(WindowEnv):
         super().begin(window, carry)
         self._steps = self._calls.look_up()
         self._flag_rows = [window.rows(next_key(key)) for key in _FLAGS]
-        self._rewards = []
+        self.rewards = []
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         actions = self._actions.read(t)
@@ -208,7 +208,7 @@ class GymnasiumEnv(WindowEnv):
             rewards in _EMPTY  # noqa: B015  # hashes them, in half the time of a call
         except Exception:  # arrays, which an environment may use again, have no hash
             rewards = owned(rewards)
-        self._rewards.append(rewards)
+        self.rewards.append(rewards)
         if cut or ended:
             return self._end(t, terminated, truncated, cut, resets)
         return _NOTHING
@@ -249,7 +249,7 @@ class GymnasiumEnv(WindowEnv):
         when = "" if self._window.steps == 1 else " at step {}"
         self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
-        write_rewards(target, check_rewards(self._rewards, when), when=when)
+        write_rewards(target, check_rewards(self.rewards, when), when=when)
 
     # -- resets ----------------------------------------------------------------------------------
 

@@ -11,9 +11,11 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import SourceOptions
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
+from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
+from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.envs.vector import is_vector_env, make_vector
 
 Made: TypeAlias = EnvRows | TensorDictHandle
@@ -120,4 +122,11 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
         return rows
     if options.env_device is not None and env.device != options.env_device:
         env = env.to(options.env_device)
-    return TensorDictHandle(env)
+    handle = TensorDictHandle(env)
+    if not options.fast:
+        return handle
+    try:
+        return transformed_rows(handle)
+    except Unproven as err:
+        handle.why = f"{handle.why}; {err}"
+        return handle

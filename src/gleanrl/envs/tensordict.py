@@ -431,6 +431,8 @@ class TensorDictHandle:
         self.num_envs = math.prod(env.batch_size)
         self.after: TensorDictBase | None = None
         """The results of the last step."""
+        self.why = "the environment works on TensorDicts"
+        """Why it is stepped like this."""
         self.reset_s = 0.0
         """Seconds in resets that are calls of their own after a step."""
         self._apart = False

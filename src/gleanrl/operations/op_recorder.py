@@ -87,6 +87,9 @@ _UFUNCS: dict[str, np.ufunc] = {
     "sub": np.subtract,
 }
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+_EACH = "_foreach_"
+# These have no ``out``.
+_WITHOUT_OUT = {"roll"}
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
 # These leave nothing of what was there before.
@@ -144,6 +147,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Where tensors lie that recorded calls read."""
         self._made: dict[int, torch.Tensor] = {}
         """What was made under this recorder, by place."""
+        self._states: set[int] = set()
+        """Where tensors lie that replays change, and read at the next replay."""
         self._constants: set[int] = set()
         """Where tensors lie that somebody watches."""
         self.first: dict[str, torch.Tensor] = {}
@@ -183,9 +188,40 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Record ``call``, which reads and writes tensors at these places."""
         self._steps.append(_Step(call, reads, writes))
 
+    def add_whole(
+        self,
+        call: Callable[[], Any],
+        reads: Iterable[torch.Tensor],
+        makes: Iterable[torch.Tensor],
+        always: bool,
+    ) -> None:
+        """Record ``call``, which reads and fills these tensors.
+
+        Args:
+            call: Anything.
+            reads: What it reads.
+            makes: What it fills.
+            always: Whether it is needed even if nothing reads what it fills.
+        """
+        made = {_place(one): one for one in makes}
+        self._made.update(made)
+        self.add(call, set(map(_place, reads)), None if always else set(made))
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a call that was kept reads the memory of ``tensor``."""
+        return any(_place(tensor) in step.reads for step in self._steps)
+
     def changing(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that the values of ``tensors`` may differ from step to step."""
         self._changing.update(map(_place, tensors))
+
+    def states(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that what runs may write to ``tensors``, which pass from replay to replay.
+
+        Recording writes to them, too.
+        """
+        self._states.update(map(_place, tensors))
+        self._changing |= self._states
 
     def constants(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that a change of ``tensors`` is noticed elsewhere, and recorded calls may read them.
@@ -205,6 +241,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
                 recorded call reads.
         """
         kwargs = kwargs or {}
+        if _name(func).startswith(_EACH):
+            return self._each(func, args, kwargs)
         given = {_place(one) for one in _tensors((args, kwargs))}
         if _name(func) == "lift_fresh":  # how ``torch.tensor(...)`` ends
             self._made.update((_place(one), one) for one in _tensors(args))
@@ -233,6 +271,17 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
                 self.add(call, given, fresh)
         return result
 
+    def _each(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run an operation on several tensors as one on each of them, in turn."""
+        name = _name(func).removeprefix(_EACH)
+        lists = [isinstance(arg, (list, tuple)) for arg in args]
+        results = []
+        with self:
+            for index in range(len(args[0])):
+                own = [a[index] if many else a for a, many in zip(args, lists, strict=True)]
+                results.append(getattr(own[0], name)(*own[1:], **kwargs))
+        return None if name.endswith("_") else results
+
     def _write(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, given: Collection[int] | None
     ) -> None:
@@ -244,6 +293,11 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if name in _RESHAPING:
             return
         place = _place(target)
+        if place in self._states:
+            require(name.endswith("_") and given is not None)
+            call = partial(getattr(target.detach(), name), *_detached(args[1:]), **kwargs)
+            self.add(call, given or (), None)
+            return
         require(name.endswith("_") and place in self._made)
         require(place in self._changing or place not in self._read)
         whole = self._made[place]
@@ -289,6 +343,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             given.update(map(_place, args))
         if name in ("clone", "_to_copy"):
             return partial(result.copy_, args[0])
+        if name in _WITHOUT_OUT:
+            return partial(_copy_result, partial(func, *args, **kwargs), result)
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
         return call if call is not None and _repeats(call, _tensors(result)) else None
 
@@ -342,6 +398,10 @@ def _detached(value: Any) -> Any:
 
 def _normalise(args: tuple[Any, ...], result: torch.Tensor) -> None:
     result.copy_(torch.native_layer_norm(*args)[0])
+
+
+def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
+    result.copy_(call())
 
 
 def _nothing() -> None:

@@ -69,7 +69,7 @@ class Watch:
         self._memory: list[list[Any]] = [[], [], [], []]
         self._settings: list[tuple[Callable[[], bytes], bytes]] = []
         self._around = _surroundings()
-        self._hold(DETERMINISTIC_REGISTER)
+        self.hold(DETERMINISTIC_REGISTER)
 
     def add(self, module: nn.Module) -> None:
         """Remember ``module`` as it is now (not the modules below it).
@@ -94,7 +94,7 @@ class Watch:
                     if tensor is not None:
                         self._tensor(tensor)
             elif name not in _NOT_READ:
-                self._hold(value)
+                self.hold(value)
 
     def add_class(self, kind: type) -> None:
         """Remember ``kind`` and its bases as they are now."""
@@ -104,7 +104,7 @@ class Watch:
                 self._part(vars(cls).values())
                 if not is_genuine(cls):
                     for value in vars(cls).values():
-                        self._hold(value)
+                        self.hold(value)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -134,7 +134,7 @@ class Watch:
         self._lengths.append(len(part))
         self._values.extend(part)
 
-    def _hold(self, value: Any) -> None:
+    def hold(self, value: Any) -> None:
         """Remember what ``value`` holds, if it can change in place."""
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
@@ -150,7 +150,7 @@ class Watch:
             if is_dict:
                 self._part(value.values())
             for one in value.values() if is_dict else value:
-                self._hold(one)
+                self.hold(one)
 
     def _setting(self, read: Callable[[], bytes]) -> None:
         self._settings.append((read, read()))

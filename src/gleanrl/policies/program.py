@@ -116,6 +116,11 @@ class ProgramPolicy:
             return self.on_tensordict.explain()
         return self._lowering.explain(True)
 
+    def is_program(self) -> bool:
+        """Tell whether no part is called on a TensorDict; reads the exploration type in force."""
+        now = self._current()
+        return now.program is not None and not now.rest
+
     def _current(self) -> Lowered:
         return self._lowering.current(self._lower and may_lower(self.device))
 

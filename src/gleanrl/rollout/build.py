@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
@@ -28,6 +30,7 @@ from gleanrl.envs.tensordict import (
     needs_carrier,
     spec_leaves,
 )
+from gleanrl.envs.transformed import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import (
@@ -39,6 +42,7 @@ from gleanrl.policies.policy import (
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.random import RandomPolicy
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
@@ -75,6 +79,8 @@ class SourceBuilder:
     def _serve(self, made: Made) -> Source:
         if isinstance(made, TensorDictHandle):
             return self._serve_tensordicts(made)
+        if isinstance(made, TransformedRows):
+            return self._serve_transformed(made)
         members = None if isinstance(made, VectorAdapter) else made
         if members is not None and not self.options.fast:
             handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
@@ -93,6 +99,32 @@ class SourceBuilder:
         kind = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
         return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
 
+    def _serve_transformed(self, made: TransformedRows) -> Source:
+        """Serve by rows if the policy takes them; else by the environment's own methods."""
+        handle, layout, given = made.handle, made.layout, self.options.policy
+        if isinstance(given, RandomPolicy) and given.action_spec is not None:
+            return self._serve_tensordicts(handle)
+        check_can_cut(made, self.options)
+        contract = _contract_of(handle.env, handle.root.clone(), layout, True)
+        policy = self._policy(made, contract)
+        if isinstance(policy, ProgramPolicy) and (why := self._why_tensordicts(policy, layout)):
+            return self._serve_tensordicts(handle, policy, why=why)
+        first = Window.allocate(layout.observations, layout.num_envs, 1)
+        made.reset(first)
+        return DenseRollout(made, first, policy, self.options)
+
+    def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
+        """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
+        written = {field.key: field for field in policy.outputs}
+        if unlike := [field for field in layout.actions if written.get(field.key) != field]:
+            return f"the policy writes other actions than {unlike}"
+        with set_interaction_type(self.options.exploration_type), torch.no_grad():
+            whole = policy.is_program()
+        if layout.batch_shape and not whole:
+            # Partial resets zero what the policy wrote before, which it may read.
+            return "the policy is called on TensorDicts, and some environments are reset alone"
+        return policy.signature.why_no_rows
+
     def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
         chosen = complete_exploration(self._user_policy(), env.inner)
         policy = make_policy(chosen, contract, env.action_specs, self.options)
@@ -107,7 +139,7 @@ class SourceBuilder:
         known: ProgramPolicy | None = None,
         *,
         env_checks_actions: bool = True,
-        why: str = "the environment works on TensorDicts",
+        why: str | None = None,
     ) -> Source:
         """Serve the environment of ``handle``; ``known``: a policy after its first call."""
         env, ragged = handle.env, needs_carrier(handle.env, handle.root)
@@ -120,7 +152,7 @@ class SourceBuilder:
         else:
             actor = self._actor(env, contract)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
-        return TensorDictRollout(handle, actor, contract, self.options, why)
+        return TensorDictRollout(handle, actor, contract, self.options, why or handle.why)
 
     def _actor(self, env: Any, contract: EnvContract) -> Actor:
         chosen = complete_exploration(self._user_policy(), env)

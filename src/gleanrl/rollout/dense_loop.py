@@ -13,6 +13,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.window import Window
+from gleanrl.envs.transformed import TransformedRows
 from gleanrl.envs.vector import VectorAdapter
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
@@ -111,7 +112,9 @@ class DenseRollout(BaseSource):
             parts = self._policy.explain()
         inner, count = self._env.inner, self._env.layout.num_envs
         env = f"{type(inner).__name__} of {count}, called as it is by its own step"
-        if not isinstance(self._env, VectorAdapter):
+        if isinstance(self._env, TransformedRows):
+            env = self._env.explain()
+        elif not isinstance(self._env, VectorAdapter):
             kind = type(inner[0] if isinstance(inner, list) else inner).__name__
             env = f"{count} x {kind}, stepped by its own methods without TensorDicts"
         rows = "rows: each field of a step is written to its place in the batch"

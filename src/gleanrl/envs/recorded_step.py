@@ -1,0 +1,330 @@
+"""Steps of Gymnasium environments and recorded transforms, on one row of memory.
+
+The Gymnasium environments step into a raw row. Recorded calls compute from it what the transforms
+return, for all members at once, and the results are copied into the rows of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.options import GymOptions
+from gleanrl.core.protocols import Spec
+from gleanrl.core.window import Array, Window
+from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.tensordict import spec_fields
+from gleanrl.envs.torchrl_parts import Parts, Unproven, copied_transform, is_stateful, tensors_of
+from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
+from gleanrl.operations.op_recorder import array_of
+from gleanrl.operations.watch import Unwatchable, Watch
+
+FLAGS = (DONE, TERMINATED, TRUNCATED)
+_RESET: Key = ("_reset",)
+_NOTHING: tuple[int, ...] = ()
+
+
+class RecordedStep:
+    """The steps of an environment of `Parts`, with the present settings of its transforms."""
+
+    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+        """Record what the transforms do.
+
+        Raises:
+            Unproven: that is not known.
+        """
+        self.parts = parts
+        self.reset_s = 0.0
+        """Seconds in resets."""
+        self._watch = watch = Watch()
+        try:
+            parts.watch(watch)
+        except Unwatchable as err:
+            raise Unproven(f"settings of a transform cannot be watched: {err}") from err
+        self._memory = memory = _Memory(layout, parts)
+        settings, constants, batch = parts.numbers, watch.tensors, layout.batch_shape
+
+        def recorded(name: str, before: Entries, data: Entries) -> TransformProgram:
+            phases = _phases(parts, name)
+            return record(phases, before, data, batch, settings=settings, constants=constants)
+
+        inverse = recorded("_inv_call", {}, {**memory.root, **memory.given})
+        step = recorded("_step", inverse.results, memory.stepped)
+        reset = recorded("_reset", {_RESET: memory.mask}, memory.reset)
+        if parts.levels > 1 and inverse.calls:
+            raise Unproven("several transformed environments, one in another, change actions")
+        memory.bind(layout, inverse, step, reset)
+        self._act_calls = [*inverse.calls, *memory.acting]
+        self._step_calls, self._reset_calls = step.calls, reset.calls
+        self._called = {"step": step.as_they_are, "reset": reset.as_they_are}
+
+    @property
+    def action_specs(self) -> Mapping[Key, Spec]:
+        """What the spaces of the Gymnasium environments declare."""
+        return self._memory.rows.action_specs
+
+    def explain(self) -> str:
+        """Return how environments and transforms are stepped."""
+        count, kind = len(self.parts.members), type(self.parts.members[0]).__name__
+        text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
+        for transform in self.parts.transforms:
+            name = type(transform).__name__
+            called = [phase for phase, names in self._called.items() if name in names]
+            how = f"called as it is, on rows, in each {' and '.join(called)}"
+            text += f"\n  {name}: {how if called else 'recorded tensor calls'}"
+        return text
+
+    def changed(self) -> bool:
+        """Tell whether settings of transforms were replaced since they were recorded."""
+        return self._watch.changed() or not self.parts.alike()
+
+    def begin(self, window: Window, carry: Window) -> None:
+        """Bind to the rows of ``window``, whose first root row is the present."""
+        memory = self._memory
+        memory.rows.begin(memory.raw, memory.fresh)
+        self._given = [(window.rows(key), row) for key, row in memory.given_rows]
+        self._shown: list[tuple[list[Array], Array]] = []
+        self._roots = []
+        for key, source in memory.observed:
+            root = window.rows(key)[1:] + carry.rows(key)
+            self._roots.append((root, memory.after_reset[key], memory.kept_rows.get(key)))
+            self._shown.append((root, source))
+            if next_key(key) in window.keys():
+                self._shown.append((window.rows(next_key(key)), source))
+        self._shown += [(window.rows(next_key(key)), source) for key, source in memory.rewarded]
+        self._flags = [(key, window.rows(next_key(key)), row) for key, row in memory.ending]
+        for key, kept in memory.kept_rows.items():
+            kept[...] = window.rows(key)[0]
+
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
+        memory = self._memory
+        for rows, row in self._given:
+            row[...] = rows[t]
+        for call in self._act_calls:
+            call()
+        memory.step_members()
+        for call in self._step_calls:
+            call()
+        for rows, source in self._shown:
+            rows[t][...] = source
+        if cut or b"\1" in memory.done.tobytes():
+            return self._end(t, cut, resets)
+        for kept, source in memory.kept:
+            kept[...] = source
+        return _NOTHING
+
+    def _end(self, t: int, cut: Sequence[int], resets: bool) -> Sequence[int]:
+        memory = self._memory
+        for kept, source in memory.kept:
+            kept[...] = source
+        ended = np.flatnonzero(memory.done).tolist()
+        late = [env for env in cut if env not in ended]
+        for key, rows, source in self._flags:
+            rows[t][...] = source
+            if late and key != TERMINATED:
+                rows[t][late] = True
+        ended = sorted(ended + late)
+        if resets:
+            began = monotonic()
+            memory.reset_members(ended)
+            for call in self._reset_calls:
+                call()
+            for roots, source, root in self._roots:
+                roots[t][ended] = source[ended]
+                if root is not None:
+                    root[ended] = source[ended]
+            self.reset_s += monotonic() - began
+        return ended
+
+
+def _phases(parts: Parts, name: str) -> Iterable[Method]:
+    """Return a phase of all transforms, in the order in which they are called."""
+    for part in reversed(parts.transforms) if name == "_inv_call" else parts.transforms:
+        trial, state = None, []
+        if name != "_inv_call" and is_stateful(part):
+            trial = _phase(copied_transform(part), name)
+            state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
+        if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
+            state = []  # other processes change them
+        yield Method(type(part).__name__, _phase(part, name), trial, state)
+
+
+def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
+    method: Callable[..., Any] = getattr(part, name)
+    return (lambda _, data: method(data)) if name == "_inv_call" else method
+
+
+class _Memory:
+    """The rows of one step, before and behind the transforms; arrays and tensors share memory."""
+
+    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+        """Allocate rows.
+
+        Raises:
+            Unproven: TorchRL shows other data than the Gymnasium environments have.
+        """
+        batch, envs = layout.batch_shape, layout.num_envs
+        self.rows = rows = _members_of(parts, batch)
+        inner = rows.layout
+        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
+        shown = [*inner.observations, *flags]
+        after = [Field(next_key(f.key), f.shape, f.dtype) for f in (*shown, *inner.rewards)]
+        self.raw = Window.allocate([*inner.observations, *inner.actions, *after], envs, 1)
+        """What the members read and return."""
+        self.fresh = Window.allocate(shown, envs, 1)
+        """What their resets return."""
+        taken = Window.allocate(layout.actions, envs, 1)
+        root = Window.allocate([*layout.observations, *flags], envs, 1)
+        theirs = spec_fields(parts.members[0].full_observation_spec, ())
+        names = {}
+        if len(inner.observations) == len(theirs) == 1:  # images are called otherwise in TorchRL
+            names[inner.observations[0].key] = theirs[0].key
+
+        def entries(window: Window, fields: Sequence[Field], nxt: bool = False) -> Entries:
+            keys = {f.key: next_key(f.key) if nxt else f.key for f in fields}
+            shapes = {f.key: (*batch, *f.shape) for f in fields}
+            return {
+                names.get(key, key): window.tensor(held).view(shapes[key])
+                for key, held in keys.items()
+            }
+
+        self.given = entries(taken, layout.actions)
+        """What the policy wrote."""
+        self.action = entries(self.raw, inner.actions)
+        self.stepped = entries(self.raw, [*shown, *inner.rewards], nxt=True)
+        self.reset = entries(self.fresh, shown)
+        names = {}
+        self.root = entries(root, [*layout.observations, *flags])
+        """What transforms see of the step before."""
+        self.root_rows = {f.key: root.tensor(f.key)[:, 0] for f in layout.observations}
+        self.mask = torch.ones(*batch, 1, dtype=torch.bool)
+        self._mask = self.mask.view(envs).numpy()
+        self._reward = self.raw.rows(next_key(REWARD))[0]
+        self._raised = [self.raw.rows(next_key(key))[0] for key in FLAGS]
+        self._ended = False
+        self.given_rows = [(f.key, taken.rows(f.key)[0]) for f in layout.actions]
+
+    def bind(
+        self,
+        layout: EnvLayout,
+        inverse: TransformProgram,
+        step: TransformProgram,
+        reset: TransformProgram,
+    ) -> None:
+        """Find the results of recorded calls.
+
+        Raises:
+            Unproven: transforms return other entries than their specs declare.
+        """
+        envs = layout.num_envs
+        observed = {f.key: f for f in layout.observations}
+        rewards = {f.key: f for f in layout.rewards}
+        flags = {key: Field(key, (1,), torch.bool) for key in FLAGS}
+        _require_fields(step.results, {**observed, **rewards, **flags}, layout, "a step")
+        _require_fields(reset.results, {**observed, **flags}, layout, "a reset")
+        inner = {f.key: f for f in self.rows.layout.actions}
+        _require_fields(inverse.results, {**observed, **flags, **inner}, layout, "an action")
+        if any(inverse.results[key] is not value for key, value in self.root.items()):
+            raise Unproven("transforms change more than actions before a step")
+
+        def rows(program: TransformProgram, key: Key) -> Array:
+            value = array_of(program.results[key])
+            if value is None:
+                raise Unproven(f"{key} is no array")
+            return value.reshape(envs, *value.shape[len(layout.batch_shape) :])
+
+        self.acting = [
+            _copying(target, inverse.results[key]) for key, target in self.action.items()
+        ]
+        self.observed = [(key, rows(step, key)) for key in observed]
+        self.rewarded = [(key, rows(step, key)) for key in rewards]
+        self.ending = [(key, rows(step, key)) for key in FLAGS]
+        self.done = rows(step, DONE)
+        self.after_reset = {key: rows(reset, key) for key in observed}
+        used = [key for key in observed if step.reads(self.root[key])]
+        self.kept_rows = {key: self.root_rows[key].numpy() for key in used}
+        self.kept = [(self.kept_rows[key], rows(step, key)) for key in used]
+
+    def step_members(self) -> None:
+        """Step the members with the actions in the raw row."""
+        if self._ended:
+            for flags in self._raised:
+                flags.fill(False)
+        self._ended = bool(self.rows.step(0, _NOTHING, False))
+        (rewards,) = self.rows.rewards
+        self.rows.rewards.clear()
+        try:
+            # TorchRL adds rewards to a zero, which turns -0.0 into 0.0.
+            values = np.array(rewards).reshape(self._reward.shape)
+            np.add(values, 0.0, out=self._reward, casting="same_kind")
+        except (TypeError, ValueError) as err:
+            raise EnvError(f"rewards must be numbers, got {rewards!r:.200}") from err
+
+    def reset_members(self, envs: list[int]) -> None:
+        """Reset members, into the row for this."""
+        self.rows.reset(self.fresh, envs)
+        self._mask.fill(False)
+        self._mask[envs] = True
+
+
+def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
+    """Return the members as rows of one batch.
+
+    Raises:
+        Unproven: their data are not those that TorchRL shows.
+    """
+    first = parts.members[0]
+    if batch not in ((), (len(parts.members),)):
+        raise Unproven(f"its batch size {batch} is not that of its members")
+    own = {
+        name: spec_fields(getattr(first, f"full_{name}_spec"), ())
+        for name in ("observation", "action", "reward", "done")
+    }
+    floats = {f.dtype for f in own["observation"] if f.dtype.is_floating_point}
+    discrete = not own["action"][0].shape
+    options = GymOptions(
+        categorical_action_encoding=discrete,
+        observation_dtype=next(iter(floats)) if len(floats) == 1 else None,
+    )
+    try:
+        rows = GymnasiumEnv(parts.gym_envs, batch, options)
+    except ConfigError as err:
+        raise Unproven(str(err)) from err
+    layout = rows.layout
+    flags = [Field(key, (1,), torch.bool) for key in FLAGS]
+    shown = (layout.observations, layout.actions, layout.rewards, tuple(flags))
+    for fields, mine in zip(shown, own.values(), strict=True):
+        alone = len(fields) == len(mine) == 1
+        theirs = [replace(f, key=fields[0].key) for f in mine] if alone else mine
+        if sorted(fields, key=str) != sorted(theirs, key=str):
+            raise Unproven(f"TorchRL shows {mine}, the spaces of Gymnasium say {fields}")
+    return rows
+
+
+def _require_fields(
+    found: Entries, fields: Mapping[Key, Field], layout: EnvLayout, what: str
+) -> None:
+    wanted = {key: ((*layout.batch_shape, *f.shape), f.dtype) for key, f in fields.items()}
+    came = {key: (tuple(value.shape), value.dtype) for key, value in found.items()}
+    if came != wanted:
+        differing = sorted(key for key in {*came, *wanted} if came.get(key) != wanted.get(key))
+        raise Unproven(f"transforms make other entries of {what} than declared: {differing}")
+
+
+def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    to, of = array_of(target), array_of(source)
+    assert to is not None
+    assert of is not None
+
+    def copy() -> None:
+        to[...] = of
+
+    return copy

@@ -1,0 +1,348 @@
+"""The parts of TorchRL environments, where all their code is TorchRL's own.
+
+TorchRL is not imported here: its classes are known by module and name. An environment that is taken
+apart has exactly these classes, no method of which was replaced on the class or on the instance.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, starmap
+from multiprocessing.synchronize import SemLock
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.tape import Tape
+from gleanrl.envs.unmodified import unmodified
+from gleanrl.envs.vector import is_vector_env
+from gleanrl.operations.proofs import is_genuine, is_plain, qualified
+from gleanrl.operations.watch import Watch
+
+_GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
+_SERIAL = "torchrl.envs.batched_envs.SerialEnv"
+_TRANSFORMED = "torchrl.envs.transforms._base.TransformedEnv"
+_COMPOSE = "torchrl.envs.transforms._base.Compose"
+_STATELESS = {
+    f"torchrl.envs.transforms.{name}"
+    for name in (
+        *("_clip.ClipTransform", "_device.DoubleToFloat", "_device.DTypeCastTransform"),
+        *("_env.InitTracker", "_env.StepCounter", "_normalization.ObservationNorm"),
+        *("_normalization.RewardScaling", "_observation.CenterCrop", "_observation.Crop"),
+        *("_observation.FlattenObservation", "_observation.GrayScale"),
+        *("_observation.PermuteTransform", "_observation.Resize"),
+        *("_observation.SqueezeTransform", "_observation.ToTensorImage"),
+        *("_observation.UnsqueezeTransform", "_reward.BinarizeReward", "_reward.RewardClipping"),
+        *("_reward.RewardSum", "_reward.SignTransform", "_reward.TargetReturn"),
+        *("_tensor.CatTensors", "_keys.RenameTransform", "_keys.ExcludeTransform"),
+    )
+}
+"""Transforms whose results depend on nothing but their settings and the data of the step."""
+
+
+_STATEFUL = {
+    f"torchrl.envs.transforms.{name}"
+    for name in (
+        *("_normalization.VecNorm", "vecnorm.VecNormV2"),
+        *("_observation.CatFrames", "_misc.TimeMaxPool"),
+    )
+}
+"""Transforms whose results depend on their tensors as well, which they change."""
+
+
+class Unproven(Exception):
+    """The reason why an environment is stepped by its own methods."""
+
+
+@contextmanager
+def unproven_on_error() -> Iterator[None]:
+    """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions.
+
+    Warnings are silenced, because those about copies repeat those about the originals.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Unproven:
+        raise
+    except Exception as err:
+        raise Unproven(f"looking at its parts raised {err!r:.200}") from err
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an environment consists of."""
+
+    base: Any
+    """The environment under the transforms that are around all members."""
+    shells: tuple[tuple[Any, ...], ...]
+    """The transformed environments around each member, the inmost first."""
+    members: tuple[Any, ...]
+    """The environments around one Gymnasium environment each."""
+    gym_envs: tuple[gym.Env[Any, Any], ...]
+    wholes: tuple[Any, ...]
+    """The transformed environments around all members, the inmost first."""
+    own: tuple[tuple[nn.Module, ...], ...]
+    """The transforms of `shells`, for each member."""
+    wide: Any
+    """An environment that never runs, around which transforms in `shells` are those of all."""
+    transforms: tuple[nn.Module, ...]
+    """Transforms of all members at once, in the order in which they see an observation."""
+
+    @property
+    def envs(self) -> list[Any]:
+        """All environments with TensorDict methods."""
+        return [*self.members, *chain.from_iterable(self.shells), self.base, *self.wholes]
+
+    @property
+    def levels(self) -> int:
+        """How many transformed environments there are, one in another."""
+        return len(self.shells[0]) + len(self.wholes)
+
+    def watch(self, watch: Watch) -> None:
+        """Have ``watch`` notice changes of classes and of transforms."""
+        for env in self.envs:
+            watch.add_class(type(env))
+        for whole in [*chain.from_iterable(self.shells), *self.wholes]:
+            for part in whole.transform.modules():
+                watch.add(part)
+        for part in self.transforms:
+            watch.add(part)
+        for tensor in self._buffers():
+            if tensor.dtype is torch.bool:  # Python decides upon it
+                watch.hold(tensor)
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """Buffers of transforms that only arithmetic reads."""
+        return [one for one in self._buffers() if one.dtype is not torch.bool]
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [one for part in self.transforms for one in part.buffers()]
+
+    def intact(self) -> bool:
+        """Tell whether the environments still have these parts and their classes' methods."""
+        ends = [_peeled(env) for env in _members(self.base)]
+        whole = [*self.wholes[-1:], self.base][0]
+        return (
+            not any(map(_replaced, self.envs))
+            and _same([member for member, _ in ends], self.members)
+            and all(starmap(_same, zip((own for _, own in ends), self.shells, strict=True)))
+            and _same([member._env for member in self.members], self.gym_envs)
+            and _same([_peeled(whole)[0], *_peeled(whole)[1]], [self.base, *self.wholes])
+        )
+
+    def alike(self) -> bool:
+        """Tell whether transforms of all members have the same numbers."""
+        first, *others = [[one for part in own for one in part.buffers()] for own in self.own]
+        return all(all(map(torch.equal, first, other)) for other in others)
+
+
+def is_stateful(transform: nn.Module) -> bool:
+    """Tell whether ``transform`` depends on tensors of its own that it changes."""
+    return qualified(type(transform)) in _STATEFUL
+
+
+def tensors_of(transform: nn.Module) -> list[torch.Tensor]:
+    """Return all tensors that ``transform`` holds."""
+    held = [*transform.buffers(), *vars(transform).values()]
+    found = [one for one in held if isinstance(one, torch.Tensor)]
+    for one in held:
+        if isinstance(one, TensorDictBase):
+            found += [leaf for leaf in one.values(True, True) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    return list(map(id, objects)) == list(map(id, others))
+
+
+def parts_of(env: Any) -> Parts:
+    """Take ``env`` apart; nothing of it is changed.
+
+    Raises:
+        Unproven: it is not made of known classes, or it does more than they do by default.
+    """
+    base, wholes = _peeled(env)
+    around = _chain_of(wholes)
+    single = qualified(type(base)) in _GYM
+    ends = [(base, ())] if single else list(map(_peeled, _members(base)))
+    members, shells = (tuple(part) for part in zip(*ends, strict=True))
+    own = tuple(map(_chain_of, shells))
+    for member in members:
+        _require_plain_gym(member)
+    gym_envs = tuple(member._env for member in members)
+    if stateful := sorted({type(part).__name__ for part in own[0] if is_stateful(part)}):
+        raise Unproven(f"each member has a state of its own in {', '.join(stateful)}")
+    _require_alike(own)
+    wide = _around_all(members, shells[0]) if own[0] else None
+    inside = () if wide is None else _chain_of(_peeled(wide)[1])
+    parts = Parts(base, shells, members, gym_envs, wholes, own, wide, (*inside, *around))
+    for one in parts.envs:
+        _require_own_methods(one)
+    if not parts.alike():
+        raise Unproven(_UNLIKE)
+    return parts
+
+
+_UNLIKE = "the transforms of its members have other settings from member to member"
+
+
+def _peeled(env: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the environment in all transformed environments, and these, the inmost first."""
+    wholes: list[Any] = []
+    while qualified(type(env)) == _TRANSFORMED:
+        wholes.insert(0, env)
+        env = env.base_env
+    return env, tuple(wholes)
+
+
+def _members(env: Any) -> list[Any]:
+    if qualified(type(env)) == _SERIAL:
+        return list(env._envs)
+    if isinstance(env, SerialEnv) and unmodified(env):
+        return list(env.members)
+    return [env]
+
+
+def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
+    """Require that transforms of all members have the same settings.
+
+    Raises:
+        Unproven: they do not, or that cannot be told.
+    """
+    first, *others = ([_settings(part) for part in each] for each in own)
+    if any(other != first for other in others):
+        raise Unproven(_UNLIKE)
+
+
+def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
+    return type(part), {
+        name: value for name, value in vars(part).items() if name not in _NO_SETTINGS
+    }
+
+
+_LINKS = ("_container", "_parent")
+"""How transforms know their surroundings."""
+_NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
+
+
+def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
+    """Return transforms in ``shells``, of one member, around copies of all ``members`` at once.
+
+    They share the buffers of the originals. Only their specs and methods are used.
+    """
+    serial = vars(sys.modules[_SERIAL.rpartition(".")[0]])["SerialEnv"]
+    copies = [_copied(member, Tape(member._env)) for member in members]
+    makers = [lambda copy=copy: copy for copy in copies]
+    whole = serial(len(makers), makers)
+    for shell in shells:
+        whole = type(shell)(whole, shell.transform.clone())
+    whole.reset()
+    return whole
+
+
+def _chain_of(wholes: Sequence[Any]) -> tuple[nn.Module, ...]:
+    """Return the transforms of ``wholes``, in the order in which they see an observation."""
+    return tuple(part for whole in wholes for part in _chain(whole.transform))
+
+
+def _chain(transform: Any) -> Iterator[nn.Module]:
+    name = type(transform).__name__
+    if not is_plain(transform) or not all(map(is_genuine, type(transform).__mro__[:-1])):
+        raise Unproven(f"{name} is not TorchRL's own, or has hooks or replaced methods")
+    if qualified(type(transform)) == _COMPOSE:
+        for part in transform.transforms:
+            yield from _chain(part)
+        return
+    if qualified(type(transform)) not in _STATELESS | _STATEFUL:
+        raise Unproven(f"{name} is not known to depend on the data of one step alone")
+    if name == "StepCounter" and not transform.update_done:
+        raise Unproven("StepCounter truncates without ending episodes (update_done=False)")
+    yield transform
+
+
+def _require_plain_gym(member: Any) -> None:
+    name = type(member).__name__
+    if qualified(type(member)) not in _GYM:
+        raise Unproven(f"{name} is not TorchRL's GymEnv or GymWrapper around Gymnasium")
+    _require_own_methods(member)
+    inside = member._env
+    if not isinstance(inside, gym.Env) or is_vector_env(inside) or member.batch_size:
+        raise Unproven(f"{name} is not around a single gymnasium.Env")
+    if member.wrapper_frame_skip != 1 or member.info_dict_reader or member._run_type_checks:
+        raise Unproven(f"{name} skips frames, reads infos or checks types")
+
+
+def _require_own_methods(env: Any) -> None:
+    """Require that ``env`` has the methods that TorchRL wrote for its class.
+
+    Raises:
+        Unproven: one was replaced, on the instance or on the class.
+    """
+    kind, replaced = type(env), _replaced(env)
+    if replaced or not all(map(is_genuine, kind.__mro__[:-1])):
+        raise Unproven(f"methods of {kind.__name__} were replaced {replaced or ''}".rstrip())
+    if env.device is not None and env.device.type != "cpu":
+        raise Unproven(f"{kind.__name__} has its data on {env.device}")
+
+
+def _replaced(env: Any) -> list[str]:
+    """Return the names of methods that the instance has in place of those of its class."""
+    kind = type(env)
+    return [
+        name
+        for name, value in vars(env).items()
+        if callable(own := getattr(kind, name, None))
+        and getattr(value, "__func__", None) is not own
+    ]
+
+
+def twin_of(parts: Parts, stand_ins: Sequence[gym.Env[Any, Any]]) -> Any:
+    """Return a copy of the environment of ``parts`` around other Gymnasium environments."""
+    ends = [
+        _rewrapped(_copied(member, new), member, shells)
+        for member, new, shells in zip(parts.members, stand_ins, parts.shells, strict=True)
+    ]
+    twin = ends[0]
+    if qualified(type(parts.base)) not in _GYM:
+        ours = isinstance(parts.base, SerialEnv)
+        makers = [lambda end=end: end for end in ends]
+        twin = SerialEnv.of(ends) if ours else type(parts.base)(len(makers), makers)
+    return _rewrapped(twin, parts.base, parts.wholes)
+
+
+def _copied(member: Any, inside: gym.Env[Any, Any]) -> Any:
+    return copy.deepcopy(member, {id(member._env): inside})
+
+
+def _rewrapped(twin: Any, inner: Any, wholes: Sequence[Any]) -> Any:
+    """Return copies of ``wholes``, which are around ``inner``, around ``twin``."""
+    for whole in wholes:
+        twin = copy.deepcopy(whole, {id(inner): twin, **_locks(whole.transform)})
+        twin.transform.reset_parent()  # a weak reference, which copying leaves as it is
+        twin.transform.set_container(twin)
+        inner = whole
+    return twin
+
+
+def copied_transform(part: Any) -> Any:
+    """Return a copy of ``part`` with the same environment around it."""
+    around = [vars(part).get(name) for name in _LINKS]
+    return copy.deepcopy(part, {id(one): one for one in around if one is not None} | _locks(part))
+
+
+def _locks(transform: nn.Module) -> dict[int, Any]:
+    """Return the locks in ``transform`` by their ``id``; copies share them."""
+    held = [one for part in transform.modules() for one in vars(part).values()]
+    return {id(one): one for one in held if isinstance(one, SemLock)}

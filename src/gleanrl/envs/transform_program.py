@@ -1,0 +1,169 @@
+"""Transforms as recorded calls over the rows of all members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from gleanrl.core.errors import EnvError
+from gleanrl.core.keys import Key, as_key, format_key
+from gleanrl.envs.torchrl_parts import Unproven
+from gleanrl.operations.op_recorder import OpRecorder, Unknown
+
+Entries = dict[Key, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What a transform does in one phase of a step."""
+
+    name: str
+    """The transform's name."""
+    call: Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
+    """Takes the data before and the data to transform; returns the latter."""
+    trial: Callable[[TensorDictBase, TensorDictBase], TensorDictBase] | None = None
+    """The same of a copy, if a call changes the transform; ``None``: it depends on settings and
+    data alone."""
+    state: Sequence[torch.Tensor] = ()
+    """Tensors of the transform that a call changes, and nobody else meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformProgram:
+    """Recorded calls that fill `results` from the memory that they were recorded on."""
+
+    results: Entries
+    calls: Sequence[Callable[[], Any]]
+    as_they_are: frozenset[str]
+    """The transforms that are called, not recorded."""
+    ops: OpRecorder
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a replay reads the memory of ``tensor``."""
+        return self.ops.reads(tensor)
+
+
+def record(
+    methods: Iterable[Method],
+    before: Entries,
+    data: Entries,
+    batch: tuple[int, ...],
+    *,
+    settings: Sequence[torch.Tensor],
+    constants: Iterable[torch.Tensor],
+) -> TransformProgram:
+    """Run ``methods`` one after the other on ``data``, and record the calls that do it again.
+
+    Args:
+        methods: Phases of transforms that depend on nothing but their settings and the data.
+        before: Memory of the data before the step.
+        data: Memory of the data to transform. Nothing is written there.
+        batch: The dimensions that all data begin with.
+        settings: Tensors of transforms that are read at every replay.
+        constants: Tensors of transforms a change of which is noticed elsewhere.
+
+    Raises:
+        Unproven: a method raised an error.
+    """
+    ops = OpRecorder()
+    ops.changing([*before.values(), *data.values(), *settings])
+    ops.constants(constants)
+    current, as_they_are = dict(data), set()
+    for method in methods:
+        try:
+            called = _call(method.trial or method.call, before, current, batch)  # fills caches
+            found = None
+            if method.trial is None or method.state:
+                found = _recorded(ops, method, before, current, batch)
+        except Exception as err:
+            raise Unproven(f"{method.name} raised {err!r:.200} on rows") from err
+        if found is None:
+            found = called
+            ops.changing(found.values())
+            reads = [*before.values(), *current.values()]
+            call = partial(_call_again, method, before, current, batch, found)
+            ops.add_whole(call, reads, found.values(), always=method.trial is not None)
+            as_they_are.add(method.name)
+        current = found
+    ops.prune((0, 0), current.values())
+    return TransformProgram(current, ops.calls(), frozenset(as_they_are), ops)
+
+
+def _recorded(
+    ops: OpRecorder, method: Method, before: Entries, data: Entries, batch: tuple[int, ...]
+) -> Entries | None:
+    """Record what ``method`` does; return its results, ``None`` if that is not known."""
+    mark = ops.mark()
+    ops.states(method.state)
+    kept = [one.clone() for one in method.state]
+    try:
+        with ops:
+            out = method.call(_tensordict(before, batch), _tensordict(data, batch))
+            found = {key: _dense(value) for key, value in _leaves(out).items()}
+        if ops.complete and not ops.reads_counts:
+            return found
+    except Unknown:
+        pass
+    finally:
+        for tensor, value in zip(method.state, kept, strict=True):
+            tensor.copy_(value)
+    ops.cut(mark)
+    return None
+
+
+def _tensordict(entries: Entries, batch: tuple[int, ...]) -> TensorDictBase:
+    td = TensorDict({}, batch_size=batch)
+    for key, value in entries.items():
+        td.set(key, value)
+    return td
+
+
+def _leaves(td: TensorDictBase) -> Entries:
+    return {as_key(key): value for key, value in td.items(True, True)}
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, copied if several of its elements lie in one place."""
+    if 0 in value.stride() and value.numel() > 1:
+        return value.clone(memory_format=torch.contiguous_format)
+    return value
+
+
+def _call(
+    call: Callable[[TensorDictBase, TensorDictBase], TensorDictBase],
+    before: Entries,
+    data: Entries,
+    batch: tuple[int, ...],
+) -> Entries:
+    """Call ``call`` on copies; return what it returned, in memory of its own."""
+    copies = [{key: value.clone() for key, value in part.items()} for part in (before, data)]
+    out = call(*(_tensordict(part, batch) for part in copies))
+    return {
+        key: value.clone(memory_format=torch.contiguous_format)
+        for key, value in _leaves(out).items()
+    }
+
+
+def _call_again(
+    method: Method,
+    before: Entries,
+    data: Entries,
+    batch: tuple[int, ...],
+    results: Mapping[Key, torch.Tensor],
+) -> None:
+    """Call ``method``, and write what it returns into ``results``.
+
+    Raises:
+        EnvError: it returned other entries than when it was recorded.
+    """
+    found = _call(method.call, before, data, batch)
+    if found.keys() != results.keys():
+        differing = sorted(map(format_key, found.keys() ^ results.keys()))
+        raise EnvError(f"{method.name} returned other entries than in its first step: {differing}")
+    for key, value in found.items():
+        results[key].copy_(value)

@@ -1,0 +1,418 @@
+"""TorchRL's environments are stepped by their parts only where that is the same, bit for bit."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from tests.zoo import gym_toys
+from tests.zoo.laws import Outcome, differences
+from torch import nn
+from torchrl.envs import (
+    BinarizeReward,
+    CatFrames,
+    CatTensors,
+    ClipTransform,
+    Compose,
+    DoubleToFloat,
+    GrayScale,
+    GymWrapper,
+    InitTracker,
+    ObservationNorm,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    SerialEnv,
+    SignTransform,
+    StepCounter,
+    TimeMaxPool,
+    ToTensorImage,
+    TransformedEnv,
+    UnsqueezeTransform,
+    VecNorm,
+    VecNormV2,
+)
+
+import gleanrl
+from gleanrl import Collector, EnvError, MultiSyncCollector
+
+SEEN = ["observation"]
+BY_PARTS = "stepped without TensorDicts"
+
+
+def toy(space=None):
+    return GymWrapper(gym_toys.Small(gym_toys.MOVES if space is None else space))
+
+
+def chain():
+    return Compose(
+        StepCounter(max_steps=5),
+        RewardSum(),
+        ObservationNorm(0.1, 3.0, in_keys=SEEN),
+        RewardScaling(0.5, 2.0),
+        ClipTransform(in_keys=SEEN, low=-0.6, high=0.6),
+    )
+
+
+def single():
+    return TransformedEnv(toy(), chain())
+
+
+def around():
+    return TransformedEnv(SerialEnv(3, toy), chain())
+
+
+def inside():
+    return SerialEnv(3, single)
+
+
+def ours():
+    return gleanrl.envs.SerialEnv(3, single)
+
+
+def both():
+    inner = SerialEnv(3, lambda: TransformedEnv(toy(), DoubleToFloat()))
+    return TransformedEnv(inner, chain())
+
+
+def nested():
+    return TransformedEnv(TransformedEnv(toy(), RewardSum()), chain(), auto_unwrap=False)
+
+
+BUILDS = (toy, single, around, inside, ours, both, nested)
+
+
+def policy(sizes=(3, 2)):
+    torch.manual_seed(1)
+    return TensorDictModule(nn.Linear(*sizes), in_keys=SEEN, out_keys=["action"])
+
+
+def collected(build, *, fast, change=lambda env, collector: None, actor=policy, rounds=3, **kwargs):
+    env = build()
+    env.set_seed(5)
+    torch.manual_seed(0)
+    frames = 7 * env.batch_size.numel()
+    batches, explained = [], []
+    kwargs = {"frames_per_batch": frames, "total_frames": -1, **kwargs}
+    with Collector(env, actor() if actor else None, fast=fast, **kwargs) as collector:
+        iterator = iter(collector)
+        for _ in range(rounds):
+            batches.append(next(iterator).clone())
+            explained.append(collector.explain())
+            change(env, collector)
+    return Outcome(batches), explained
+
+
+def assert_equal(build, **kwargs):
+    fast, explained = collected(build, fast=True, **kwargs)
+    plain, _ = collected(build, fast=False, **kwargs)
+    assert not differences(plain, fast)
+    return explained
+
+
+@pytest.mark.parametrize("actor", [policy, None])
+@pytest.mark.parametrize("build", BUILDS)
+def test_parts_give_what_the_environment_gives(build, actor):
+    explained = assert_equal(build, actor=actor)
+    assert all(BY_PARTS in text for text in explained)
+
+
+@pytest.mark.parametrize("build", [toy, lambda: TransformedEnv(SerialEnv(3, toy), RewardSum())])
+def test_cut_episodes_are_reset_alone(build):
+    explained = assert_equal(build, max_frames_per_traj=3)
+    assert BY_PARTS in explained[0]
+
+
+def in_place(env, collector):
+    env.transform[2].loc += 0.5
+
+
+def replaced(env, collector):
+    env.transform[2].loc = torch.full((3,), 0.25)
+
+
+def other_kind(env, collector):
+    env.transform[2].standard_normal = ~env.transform[2].standard_normal
+
+
+def shorter(env, collector):
+    env.transform[0].max_steps -= 1
+
+
+def tighter(env, collector):
+    env.transform[4].low = env.transform[4].low * 0.5
+
+
+def rolled_out(env, collector):
+    env.rollout(4)
+    collector.reset()
+
+
+def saved(env, collector):
+    collector.load_state_dict(collector.state_dict())
+
+
+def seeded(env, collector):
+    collector.set_seed(9)
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, replaced, other_kind, shorter, tighter, rolled_out, saved, seeded]
+)
+@pytest.mark.parametrize("build", [single, around])
+def test_changes_between_batches_count(build, change):
+    explained = assert_equal(build, change=change)
+    assert BY_PARTS in explained[-1]
+
+
+def test_numbers_of_members_may_be_changed_together():
+    def change(env, collector):
+        for member in env._envs:
+            member.transform[2].loc += 0.5
+
+    explained = assert_equal(inside, change=change)
+    assert BY_PARTS in explained[-1]
+
+
+def test_a_number_of_one_member_changed_has_them_stepped_by_their_own_methods():
+    def change(env, collector):
+        env._envs[1].transform[2].loc += 0.5
+
+    explained = assert_equal(inside, change=change)
+    assert "from member to member" in explained[-1]
+
+
+def louder(step):
+    def louder_step(*args):
+        data = step(*args)
+        return data.set("reward", data.get("reward") * 10)
+
+    return louder_step
+
+
+def patch_env(env, collector):
+    env._step = louder(env._step)
+
+
+def patch_base(env, collector):
+    env.base_env._step = louder(env.base_env._step)
+
+
+def patch_transform(env, collector):
+    env.transform[1]._step = louder(env.transform[1]._step)
+
+
+@pytest.mark.parametrize("change", [patch_env, patch_base, patch_transform])
+@pytest.mark.parametrize("build", [single, around])
+def test_a_method_replaced_between_batches_is_called(build, change):
+    explained = assert_equal(build, change=change, rounds=2)
+    assert BY_PARTS in explained[0]
+
+
+def test_a_method_replaced_on_a_class_is_called(monkeypatch):
+    def change(env, collector):
+        monkeypatch.setattr(RewardScaling, "_call", lambda self, data: data)
+
+    fast, _ = collected(single, fast=True, change=change, rounds=2)
+    monkeypatch.undo()
+    plain, _ = collected(single, fast=False, change=change, rounds=2)
+    assert not differences(plain, fast)
+
+
+def test_a_transform_added_between_batches_is_used():
+    def change(env, collector):
+        env.append_transform(RewardScaling(0.1, 0.5))
+
+    assert BY_PARTS in assert_equal(single, change=change)[-1]
+
+
+def test_a_transform_that_adds_entries_between_batches_is_an_error():
+    env = single()
+    with Collector(env, policy(), frames_per_batch=4, total_frames=8) as collector:
+        iterator = iter(collector)
+        next(iterator)
+        env.append_transform(InitTracker())
+        with pytest.raises(EnvError, match="other entries now.*is_init"):
+            next(iterator)
+
+
+KINDS = [
+    (StepCounter, {}),
+    (RewardSum, {}),
+    (InitTracker, {}),
+    (DoubleToFloat, {}),
+    (ObservationNorm, {"loc": 0.1, "scale": 2.0, "in_keys": SEEN}),
+    (RewardScaling, {"loc": 0.1, "scale": 2.0}),
+    (RewardClipping, {"clamp_min": -0.1, "clamp_max": 0.1}),
+    (SignTransform, {"in_keys": ["reward"]}),
+    (BinarizeReward, {}),
+    (CatTensors, {"in_keys": SEEN, "out_key": "vector", "del_keys": False}),
+    (UnsqueezeTransform, {"dim": -1, "in_keys": SEEN, "out_keys": ["column"]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), KINDS)
+def test_a_strangers_transform_is_called_as_it_is(kind, kwargs):
+    class Mine(kind):
+        def _step(self, tensordict, next_tensordict):
+            data = super()._step(tensordict, next_tensordict)
+            return data.set("reward", data.get("reward") + 1)
+
+    explained = assert_equal(lambda: TransformedEnv(toy(), Compose(RewardSum(), Mine(**kwargs))))
+    assert "Mine is not TorchRL's own" in explained[0]
+
+
+def hooked():
+    env = single()
+    env.transform[1].register_forward_hook(lambda *args: None)
+    return env
+
+
+def patched():
+    env = single()
+    patch_transform(env, None)
+    return env
+
+
+def patched_env():
+    env = single()
+    patch_env(env, None)
+    return env
+
+
+@pytest.mark.parametrize("build", [hooked, patched, patched_env])
+def test_hooks_and_replaced_methods_are_called(build):
+    assert "replaced" in assert_equal(build)[0]
+
+
+def stacked():
+    column = UnsqueezeTransform(-1, in_keys=SEEN, out_keys=["column"])
+    return Compose(column, CatFrames(4, -1, in_keys=["column"]))
+
+
+STATEFUL = [
+    lambda: VecNormV2(in_keys=[*SEEN, "reward"], decay=0.9),
+    lambda: VecNorm(in_keys=SEEN, decay=0.9, new_api=False),
+    stacked,
+    lambda: TimeMaxPool(in_keys=SEEN, T=3),
+]
+
+
+def frozen(env, collector):
+    if isinstance(env.transform, VecNormV2):
+        env.transform.freeze()
+
+
+@pytest.mark.filterwarnings("ignore:This class is to be deprecated")
+@pytest.mark.parametrize("change", [frozen, rolled_out, saved])
+@pytest.mark.parametrize("transform", STATEFUL)
+def test_a_transform_keeps_its_own_state(transform, change):
+    explained = assert_equal(lambda: TransformedEnv(toy(), transform()), change=change)
+    assert BY_PARTS in explained[-1]
+
+
+def test_frames_are_stacked_for_several_members():
+    explained = assert_equal(lambda: TransformedEnv(SerialEnv(3, toy), stacked()))
+    assert "CatFrames: called as it is, on rows, in each reset" in explained[0]
+
+
+def test_statistics_are_those_of_the_steps():
+    def statistics(fast):
+        env = TransformedEnv(toy(), VecNormV2(in_keys=SEEN))
+        env.set_seed(3)
+        with Collector(env, policy(), frames_per_batch=9, total_frames=18, fast=fast) as collector:
+            for _ in collector:
+                pass
+        return env.transform.loc["observation"], env.transform.scale["observation"]
+
+    for fast, plain in zip(statistics(True), statistics(False), strict=True):
+        assert torch.equal(fast, plain)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: SerialEnv(2, lambda: TransformedEnv(toy(), VecNormV2(in_keys=SEEN))),
+        lambda: TransformedEnv(SerialEnv(2, toy), VecNormV2(in_keys=SEEN)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2")
+def test_statistics_of_several_members_are_their_environments(build):
+    assert BY_PARTS not in assert_equal(build)[0]
+
+
+def test_members_with_other_settings_are_stepped_by_their_own_methods():
+    def build():
+        makers = [lambda n=n: TransformedEnv(toy(), StepCounter(n)) for n in (3, 4)]
+        return SerialEnv(2, makers)
+
+    assert "from member to member" in assert_equal(build)[0]
+
+
+class Wide(gym_toys.Small):
+    """Returns other floats than it declares."""
+
+    def show(self):
+        return self.x.astype(np.float64)
+
+
+def test_floats_of_another_width_are_cast_as_torchrl_does():
+    def build():
+        return TransformedEnv(GymWrapper(Wide(gym_toys.MOVES)), RewardSum())
+
+    assert BY_PARTS in assert_equal(build)[0]
+
+
+def test_an_error_names_the_environment():
+    env = TransformedEnv(GymWrapper(gym_toys.Quits(gym_toys.MOVES)), RewardSum())
+    with (
+        Collector(env, policy(), frames_per_batch=12, total_frames=24) as collector,
+        pytest.raises(ArithmeticError, match="the ninth step"),
+    ):
+        next(iter(collector))
+
+
+@pytest.mark.parametrize("build", [single, inside])
+def test_workers_step_by_parts(build):
+    def run(fast):
+        torch.manual_seed(0)
+        kwargs = {"frames_per_batch": 42, "total_frames": 84, "fast": fast}
+        with MultiSyncCollector([build, build], policy(), **kwargs) as collector:
+            collector.set_seed(4)
+            return Outcome([batch.clone() for batch in collector])
+
+    assert not differences(run(False), run(True))
+
+
+def test_a_policy_that_remembers_is_shown_what_partial_resets_leave():
+    class Remembers(nn.Module):
+        def forward(self, td):
+            before = td.get("n", None)
+            td["n"] = torch.zeros(td.batch_size) if before is None else before + 1
+            return td.set("action", torch.zeros(*td.batch_size, 2))
+
+    explained = assert_equal(around, actor=Remembers)
+    assert "some environments are reset alone" in explained[0]
+
+
+def test_images_are_transformed_by_parts():
+    def build():
+        images = ToTensorImage()  # of "pixels", as TorchRL calls observations like these
+        grey = GrayScale()
+        return TransformedEnv(
+            GymWrapper(Picture(gym_toys.MOVES)),
+            Compose(images, grey, StepCounter()),
+        )
+
+    assert BY_PARTS in assert_equal(build, actor=None)[0]
+
+
+class Picture(gym_toys.Pictures):
+    """Shows height, width and colours."""
+
+    def __init__(self, action):
+        super().__init__(action)
+        self.observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+
+    def show(self):
+        return np.ascontiguousarray(super().show().transpose(1, 2, 0))
