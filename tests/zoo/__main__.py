@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatch
 
+from tests.zoo.compositions import Composition
 from tests.zoo.environments import ENVIRONMENTS
 from tests.zoo.laws import check, check_workers, pairs
 from tests.zoo.policies import POLICIES
@@ -25,7 +27,15 @@ def main() -> int:
     parser.add_argument("--policy", default="*", help="only policies named like this")
     parser.add_argument("--env", default="*", help="only environments named like this")
     parser.add_argument("--workers", action="store_true", help="in worker processes")
+    parser.add_argument(
+        "--compositions",
+        type=int,
+        metavar="N",
+        help="instead N environments with TorchRL's transforms drawn at random, from --seed on",
+    )
     given = parser.parse_args()
+    if given.compositions is not None:
+        return 1 if judge_compositions(given.seed, given.compositions, given.workers) else 0
     chosen = [
         (policy, env)
         for policy, env in pairs(POLICIES, ENVIRONMENTS)
@@ -34,6 +44,25 @@ def main() -> int:
     if not given.all and len(chosen) > given.sample:
         chosen = random.Random(given.seed).sample(chosen, given.sample)
     return 1 if judge(chosen, check_workers if given.workers else check) else 0
+
+
+def judge_compositions(first: int, count: int, workers: bool) -> int:
+    """Check so many compositions, and return how many break the law."""
+    start, broken, law = time.monotonic(), 0, check_workers if workers else check
+    made = 0
+    for one in map(Composition, itertools.count(first)):
+        if made == count:
+            break
+        if (env := one.case()) is None:
+            continue
+        made += 1
+        policy = one.policy_of(env)
+        if found := law(policy, env):
+            broken += 1
+            show(f"seed {one.seed}, {policy.name}: " + "\n    ".join(found[:4]))
+    taken = time.monotonic() - start
+    show(f"\n{broken} of {made} compositions, up to seed {one.seed}, break the law ({taken:.0f} s)")
+    return broken
 
 
 def judge(chosen: list[tuple[str, str]], law: Callable[..., list[str]]) -> int:

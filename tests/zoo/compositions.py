@@ -93,7 +93,7 @@ BASES: list[tuple[Callable[[], gym.Env], Action]] = [
     (lambda: gym_toys.PaysWith(np.float64, action=FEW), INDEX),
     (lambda: gym_toys.PaysWith(int, action=FEW), HOT),
     (lambda: gym_toys.Louder(gym_toys.Small(FEW)), INDEX),
-    (lambda: gym_toys.Draws(FEW), INDEX),
+    (of_toy(gym_toys.Draws, FEW), INDEX),
     (partial(gym.make, "CartPole-v1"), Action("index", n=2, dtype=torch.int64)),
     (partial(gym.make, "Pendulum-v1"), Action("continuous", (1,), scale=2)),
 ]
@@ -213,6 +213,8 @@ class Composition:
             return None
         own = {"max_frames_per_traj": self.cut} if self.cut and "step_count" not in keys else {}
         name = f"composed-{self.seed}"
+        draws = isinstance(self.base(), gym_toys.Draws)
+        tags = {"init": "is_init" in keys, "cut": bool(own), "draws": draws}
         return Environment(
             name,
             self.make,
@@ -222,9 +224,7 @@ class Composition:
             shape=tuple(spec.shape[len(batch) :]),
             dtype=spec.dtype,
             batch=batch,
-            tags=frozenset(
-                ["td", *(["init"] if "is_init" in keys else []), *(["cut"] if own else [])]
-            ),
+            tags=frozenset(["td", *(tag for tag, has in tags.items() if has)]),
             kwargs=own,
         )
 
