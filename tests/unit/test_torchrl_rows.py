@@ -4,9 +4,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from benchmarks import transforms
 from tensordict.nn import TensorDictModule
 from tests.zoo import gym_toys
-from tests.zoo.laws import Outcome, differences
+from tests.zoo.laws import Outcome, differences, quiet
 from torch import nn
 from torchrl.envs import (
     BinarizeReward,
@@ -416,3 +417,20 @@ class Picture(gym_toys.Pictures):
 
     def show(self):
         return np.ascontiguousarray(super().show().transpose(1, 2, 0))
+
+
+TRANSFORMS = dict(transforms.transforms())
+
+
+@pytest.mark.parametrize("name", transforms.EXAMPLES)
+def test_every_transform_gives_what_it_gives(name):
+    if name in ("CenterCrop", "Crop", "Resize"):
+        pytest.importorskip("torchvision", reason="without torchvision")
+    with quiet():
+        assert_equal(lambda: transforms.example(name, TRANSFORMS[name]), actor=None)
+
+
+def test_the_page_says_how_every_transform_is_called():
+    page = transforms.PAGE.read_text()
+    found = page.partition(transforms.BEGIN)[2].partition(transforms.END)[0].strip().splitlines()
+    assert found == transforms.table()

@@ -44,6 +44,9 @@ _STATELESS = {
         *("_observation.UnsqueezeTransform", "_reward.BinarizeReward", "_reward.RewardClipping"),
         *("_reward.RewardSum", "_reward.SignTransform", "_reward.TargetReturn"),
         *("_tensor.CatTensors", "_keys.RenameTransform", "_keys.ExcludeTransform"),
+        *("_keys.SelectTransform", "_keys.RemoveEmptySpecs", "_reward.LineariseRewards"),
+        *("_action.ActionScaling", "_action.ActionDiscretizer"),
+        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck"),
     )
 }
 """Transforms whose results depend on nothing but their settings and the data of the step."""

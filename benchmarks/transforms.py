@@ -1,0 +1,160 @@
+"""Says for every transform of TorchRL how GleanRL steps an environment with it.
+
+``python -m benchmarks.transforms`` tries each and writes the table of the page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from benchmarks.envs import Still
+
+PAGE = Path("docs/migration/torchrl_environments.md")
+BEGIN, END = "<!-- transforms -->\n", "<!-- end of transforms -->"
+SEEN = ["observation"]
+PENDULUM, CARTPOLE = "Pendulum-v1", "CartPole-v1"
+
+
+def photos() -> gym.Env[Any, Any]:
+    """Return an environment that shows images in colour, with discrete actions."""
+    return Still((16, 16, 3), np.uint8)
+
+
+class Pair(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows two arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        space = self.env.observation_space
+        self.observation_space = gym.spaces.Dict(one=space, two=space)
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return {"one": observation, "two": observation}
+
+
+EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ActionDiscretizer": (PENDULUM, {"num_intervals": 3}),
+    "ActionScaling": (PENDULUM, {}),
+    "BinarizeReward": (PENDULUM, {}),
+    "CatFrames": (photos, {"N": 4, "dim": -3, "in_keys": ["pixels"]}),
+    "CatTensors": (PENDULUM, {"in_keys": SEEN, "out_key": "vector", "del_keys": False}),
+    "CenterCrop": (photos, {"w": 4, "in_keys": ["pixels"]}),
+    "ClipTransform": (PENDULUM, {"in_keys": SEEN, "low": -1, "high": 1}),
+    "Compose": (PENDULUM, {}),
+    "Crop": (photos, {"w": 4, "in_keys": ["pixels"]}),
+    "DTypeCastTransform": (
+        PENDULUM,
+        {"dtype_in": torch.float32, "dtype_out": torch.float64, "in_keys": SEEN},
+    ),
+    "DiscreteActionProjection": (CARTPOLE, {"num_actions_effective": 2, "max_actions": 3}),
+    "DoubleToFloat": (PENDULUM, {}),
+    "ExcludeTransform": (Pair, {"excluded": "two"}),
+    "ExpandAs": (PENDULUM, {"in_key": "reward", "ref_key": "observation", "out_key": "wide"}),
+    "FiniteTensorDictCheck": (PENDULUM, {}),
+    "FlattenObservation": (photos, {"first_dim": -3, "last_dim": -1, "in_keys": ["pixels"]}),
+    "FrameSkipTransform": (PENDULUM, {"frame_skip": 2}),
+    "GrayScale": (lambda: Still((3, 16, 16), np.float32), {"in_keys": SEEN}),
+    "InitTracker": (PENDULUM, {}),
+    "LineariseRewards": (PENDULUM, {"in_keys": ["reward"]}),
+    "NoopResetEnv": (PENDULUM, {}),
+    "ObservationNorm": (PENDULUM, {"loc": 0.0, "scale": 1.0, "in_keys": SEEN}),
+    "PermuteTransform": (photos, {"dims": (-1, -3, -2), "in_keys": ["pixels"]}),
+    "RemoveEmptySpecs": (PENDULUM, {}),
+    "RenameTransform": (PENDULUM, {"in_keys": SEEN, "out_keys": ["seen"]}),
+    "Resize": (photos, {"w": 4, "in_keys": ["pixels"]}),
+    "RewardClipping": (PENDULUM, {"clamp_min": -1, "clamp_max": 1}),
+    "RewardScaling": (PENDULUM, {"loc": 0.0, "scale": 1.0}),
+    "RewardSum": (PENDULUM, {}),
+    "SelectTransform": (Pair, {"selected": "one"}),
+    "SignTransform": (PENDULUM, {"in_keys": ["reward"]}),
+    "SqueezeTransform": (photos, {"dim": -1, "in_keys": ["pixels"]}),
+    "StepCounter": (PENDULUM, {}),
+    "TargetReturn": (PENDULUM, {"target_return": 1.0}),
+    "TimeMaxPool": (PENDULUM, {"in_keys": SEEN}),
+    "ToTensorImage": (photos, {}),
+    "TrajCounter": (PENDULUM, {}),
+    "UnaryTransform": (PENDULUM, {"in_keys": SEEN, "out_keys": ["twice"], "fn": torch.neg}),
+    "UnsqueezeTransform": (PENDULUM, {"dim": -1, "in_keys": SEEN}),
+    "VecNorm": (PENDULUM, {"in_keys": SEEN}),
+    "VecNormV2": (PENDULUM, {"in_keys": SEEN}),
+}
+"""Where a transform is tried, and its arguments."""
+_POSITIONAL = {"excluded", "selected"}
+"""Names here of arguments that transforms take without one."""
+
+
+def transforms() -> Iterator[tuple[str, Any]]:
+    """Yield every transform class of TorchRL, by name."""
+    from torchrl.envs import transforms as found
+
+    for name, kind in sorted(vars(found).items()):
+        if inspect.isclass(kind) and issubclass(kind, found.Transform) and kind.__name__ == name:
+            yield name, kind
+
+
+def example(name: str, kind: Any) -> Any:
+    """Return an environment with a transform of class ``kind`` around it."""
+    from torchrl.envs import GymWrapper, TransformedEnv
+
+    make, kwargs = EXAMPLES[name]
+    base: Callable[[], Any] = partial(gym.make, make) if isinstance(make, str) else make
+    positional = [value for key, value in kwargs.items() if key in _POSITIONAL]
+    named = {key: value for key, value in kwargs.items() if key not in _POSITIONAL}
+    return TransformedEnv(GymWrapper(base()), kind(*positional, **named))
+
+
+def outcome(name: str, kind: Any) -> tuple[str, str]:
+    """Return how an environment with such a transform is stepped, and why."""
+    from gleanrl import Collector
+
+    try:
+        with Collector(example(name, kind), frames_per_batch=2) as collector:
+            text = collector.explain()
+    except ImportError as err:
+        return "recorded?", f"not tried without {err.name or 'torchvision'}"
+    if "stepped without TensorDicts" not in text:
+        why = text.split("(", 1)[1].split(")")[0].partition("; ")[2]
+        return "own methods", why.removeprefix(f"{name} is ")
+    line = next((line for line in text.splitlines() if line.strip().startswith(name)), "")
+    called = line.partition("called as it is, on rows, ")[2]
+    return "recorded", f"called as it is {called}" if called else ""
+
+
+def table() -> list[str]:
+    """Return the lines of the table."""
+    import torchrl
+
+    head = f"Transforms of TorchRL {torchrl.__version__}, each tried around one environment:"
+    lines, others = [head, "", "| transform | how | remarks |", "|---|---|---|"], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, kind in transforms():
+            if name in EXAMPLES:
+                lines.append("| `{}` | {} | {} |".format(name, *outcome(name, kind)))
+            else:
+                others.append(f"`{name}`")
+    return [
+        *lines,
+        "",
+        f"Not known, so the environment's own methods are called: {', '.join(others)}.",
+    ]
+
+
+def main() -> None:
+    """Write the table into the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join(table()) + "\n\n" + END + after)
+
+
+if __name__ == "__main__":
+    main()
