@@ -86,6 +86,22 @@ _UFUNCS: dict[str, np.ufunc] = {
     "square": np.square,
     "sub": np.subtract,
 }
+_LOGICAL: dict[str, np.ufunc] = {
+    "bitwise_and": np.bitwise_and,
+    "bitwise_not": np.invert,
+    "bitwise_or": np.bitwise_or,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "logical_and": np.logical_and,
+    "logical_not": np.logical_not,
+    "logical_or": np.logical_or,
+    "lt": np.less,
+    "ne": np.not_equal,
+}
+"""What makes flags of flags, or of numbers that have one dtype."""
+_EXACT = (torch.float32, torch.float64, torch.int64)
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
 _EACH = "_foreach_"
 # These have no ``out``.
@@ -416,15 +432,27 @@ def _elementwise(
         name, args = "square", args[:1]
     if name == "rsub":
         name, args = "sub", (args[1], args[0])
-    ufunc = _UFUNCS.get(name)
-    # With half a number's precision numpy rounds Python's numbers first, torch does not.
-    if ufunc is None or kwargs or result.dtype not in (torch.float32, torch.float64):
+    if kwargs or name not in _UFUNCS | _LOGICAL:
+        return None
+    read = {arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args}
+    ufunc, dtype = _ufunc(name, args, result)
+    # Another number would widen the tensor's dtype, and not in both libraries alike.
+    numbers = {int, float} if dtype.is_floating_point else {int}
+    if ufunc is None or not read <= {dtype, *numbers}:
         return None
     arrays = [array_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in (*args, result)]
-    alike = all(one.dtype == result.dtype for one in _tensors(args))
-    if not alike or any(array is None for array in arrays):
+    if any(array is None for array in arrays):
         return None
     return partial(ufunc, *arrays)
+
+
+def _ufunc(name: str, args: tuple[Any, ...], result: Any) -> tuple[np.ufunc | None, Any]:
+    """Return the ufunc of an operation with this result, and the dtype that tensors must have."""
+    dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+    if result.dtype is torch.bool:
+        return (_LOGICAL.get(name) if dtype in (*_EXACT, torch.bool) else None), dtype
+    # With half a number's precision numpy rounds Python's numbers first, torch does not.
+    return (_UFUNCS.get(name) if result.dtype is dtype and dtype in _EXACT else None), dtype
 
 
 def _into(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> Callable[[], Any] | None:
