@@ -58,6 +58,10 @@ HOT = Action("onehot", (3,), n=3, dtype=torch.int64)
 PUSH = Action("continuous", (2,))
 
 
+REFUSED = {"sequential-tensors", "BatchNorm"}
+"""Policies that refuse some environments: of several observations, or of one member."""
+
+
 class Louder(RewardScaling):
     """A stranger's transform."""
 
@@ -230,7 +234,7 @@ class Composition:
 
     def policy_of(self, env: Environment) -> Policy:
         """Return a policy that fits ``env``, which `case` made."""
-        fitting = [policy for policy in POLICIES.values() if fits(policy, env)]
+        fitting = [p for p in POLICIES.values() if fits(p, env) and p.name not in REFUSED]
         return fitting[int(self.policy * len(fitting))]
 
 

@@ -86,9 +86,17 @@ class RecordedStep:
         """Tell whether settings of transforms were replaced since they were recorded."""
         return self._watch.changed() or not self.parts.alike()
 
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``, whose first root row is the present."""
-        memory = self._memory
+    def begin(
+        self, window: Window, carry: Window, on_partial_reset: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Bind to the rows of ``window``, whose first root row is the present.
+
+        Args:
+            window: Written step by step.
+            carry: One step long; receives the root row after the last step of ``window``.
+            on_partial_reset: Is told of members that are reset while others go on.
+        """
+        memory, self._on_partial_reset = self._memory, on_partial_reset
         memory.rows.begin(memory.raw, memory.fresh)
         self._given = [(window.rows(key), row) for key, row in memory.given_rows]
         self._shown: list[tuple[list[Array], Array]] = []
@@ -141,6 +149,8 @@ class RecordedStep:
                 roots[t][ended] = source[ended]
                 if root is not None:
                     root[ended] = source[ended]
+            if len(ended) < memory.count:
+                self._on_partial_reset(ended)
             self.reset_s += monotonic() - began
         return ended
 
@@ -172,8 +182,8 @@ class _Memory:
             Unproven: TorchRL shows other data than the Gymnasium environments have.
         """
         batch, envs = layout.batch_shape, layout.num_envs
-        self.rows = rows = _members_of(parts, batch)
-        inner = rows.layout
+        self.rows, self.count = _members_of(parts, batch), envs
+        inner = self.rows.layout
         flags = [Field(key, (1,), torch.bool) for key in FLAGS]
         shown = [*inner.observations, *flags]
         after = [Field(next_key(f.key), f.shape, f.dtype) for f in (*shown, *inner.rewards)]

@@ -51,6 +51,8 @@ class TransformedRows(EnvRows):
         self.observation_specs = {}
         self._fresh_root = True
         """Whether the results of the last reset of all members were not shown yet."""
+        self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
+        """Is told of members that are reset while others go on."""
         self._why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
@@ -97,7 +99,7 @@ class TransformedRows(EnvRows):
             self._begin_plainly()
         else:
             self.step = self._recorded.step  # type: ignore[method-assign]
-            self._recorded.begin(window, carry)
+            self._recorded.begin(window, carry, self.on_partial_reset)
 
     def _look(self) -> None:
         """Record transforms again that were changed.
@@ -153,7 +155,12 @@ class TransformedRows(EnvRows):
             value = handle.root.get(field.key).reshape(layout.num_envs, *field.shape)
             where = self._carry.tensor(field.key) if last else window.tensor(field.key)
             where[:, 0 if last else t + 1] = value
+        self._tell(ended or ())
         return ended or ()
+
+    def _tell(self, ended: Sequence[int]) -> None:
+        if 0 < len(ended) < self.layout.num_envs:
+            self.on_partial_reset(ended)
 
     def _shaped(self, field: Field, row: torch.Tensor) -> torch.Tensor:
         return row.reshape(*self.layout.batch_shape, *field.shape)
@@ -177,6 +184,7 @@ class TransformedRows(EnvRows):
         for field in self.layout.observations:
             value = handle.root.get(field.key).reshape(self.layout.num_envs, *field.shape)
             carry.tensor(field.key)[where, 0] = value[where]
+        self._tell(envs or ())
 
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed the user's environment; see `TensorDictHandle.seed`."""
@@ -193,6 +201,10 @@ class TransformedRows(EnvRows):
     def close(self) -> None:
         """Close the user's environment."""
         self.handle.close()
+
+
+def _nothing(envs: Sequence[int]) -> None:
+    """Do nothing."""
 
 
 def _require_plain_layout(layout: EnvLayout) -> None:

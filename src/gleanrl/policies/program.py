@@ -110,16 +110,19 @@ class ProgramPolicy:
         self._rows = self._called
         self._called.forget()
 
+    def zero_memory(self, envs: Sequence[int]) -> None:
+        """Zero what the policy wrote at the root before, in the rows of ``envs``.
+
+        TorchRL's environments do so where they reset some of their members.
+        """
+        if self._rows is self._called:
+            self._called.zero_memory(envs)
+
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
         if self._current().rest:
             return self.on_tensordict.explain()
         return self._lowering.explain(True)
-
-    def is_program(self) -> bool:
-        """Tell whether no part is called on a TensorDict; reads the exploration type in force."""
-        now = self._current()
-        return now.program is not None and not now.rest
 
     def _current(self) -> Lowered:
         return self._lowering.current(self._lower and may_lower(self.device))
@@ -379,6 +382,16 @@ class _TensorDictOverRows:
 
     def forget(self) -> None:
         self._root = None
+
+    def zero_memory(self, envs: Sequence[int]) -> None:
+        root = self._root
+        assert root is not None  # it acted
+        for key in [*root.keys(True, True)]:
+            value = root.get(key)
+            if as_key(key) not in self._shown and isinstance(value, torch.Tensor):
+                value = value.clone()
+                value[list(envs)] = 0
+                root.set(key, value)
 
     def _first(self) -> TensorDictBase:
         return env_root(self._env, {}, self._device)

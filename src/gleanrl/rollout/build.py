@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
-from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
@@ -111,6 +109,8 @@ class SourceBuilder:
             return self._serve_tensordicts(handle, policy, why=why)
         first = Window.allocate(layout.observations, layout.num_envs, 1)
         made.reset(first)
+        if isinstance(policy, ProgramPolicy):
+            made.on_partial_reset = policy.zero_memory
         return DenseRollout(made, first, policy, self.options)
 
     def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
@@ -118,11 +118,6 @@ class SourceBuilder:
         written = {field.key: field for field in policy.outputs}
         if unlike := [field for field in layout.actions if written.get(field.key) != field]:
             return f"the policy writes other actions than {unlike}"
-        with set_interaction_type(self.options.exploration_type), torch.no_grad():
-            whole = policy.is_program()
-        if layout.batch_shape and not whole:
-            # Partial resets zero what the policy wrote before, which it may read.
-            return "the policy is called on TensorDicts, and some environments are reset alone"
         return policy.signature.why_no_rows
 
     def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
