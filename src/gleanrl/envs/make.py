@@ -126,7 +126,7 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     if not options.fast:
         return handle
     try:
-        return transformed_rows(handle)
+        return transformed_rows(handle, fresh)
     except Unproven as err:
         handle.why = f"{handle.why}; {err}"
         return handle

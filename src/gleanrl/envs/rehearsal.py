@@ -15,6 +15,7 @@ from gleanrl.core.keys import Key, as_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.tape import Tape
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.envs.torchrl_parts import (
@@ -29,33 +30,45 @@ from gleanrl.envs.torchrl_parts import (
 from gleanrl.envs.transformed import TransformedRows
 
 _STEPS = 10
+_MEMBERS = 3
+"""Members of a batch that take part; all do if transforms around them may know their number."""
 _CUT_AT = 6
 """The step at which the first environment is truncated."""
 
 
-def transformed_rows(handle: TensorDictHandle) -> TransformedRows:
+def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> TransformedRows:
     """Return the environment of ``handle``, which was reset once, as rows.
+
+    Args:
+        handle: A TorchRL environment, perhaps.
+        fresh: Whether nobody else uses it, so that it may be changed.
 
     Raises:
         Unproven: it has to be stepped by its own methods.
     """
     with unproven_on_error():
-        return TransformedRows(handle, parts_of(handle.env), _prove)
+        parts = parts_of(handle.env)
+        if fresh:
+            for member in parts.members:
+                member._env = without_call_checks(member._env)
+            parts = parts_of(handle.env)
+        return TransformedRows(handle, parts, _prove)
 
 
 def _prove(rows: TransformedRows) -> None:
     """Raise `Unproven` unless stepping by ``rows`` is proven equal."""
-    parts = rows.parts
+    parts = rows.parts if rows.parts.wholes else rows.parts.first(_MEMBERS)
     with preserved(), torch.no_grad():
         torch.manual_seed(0)
         casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
         plain, other = (TensorDictHandle(twin_of(parts, tapes)) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
-        shared = set(_places(parts)) & {*_places(parts_of(plain.env)), *_places(twin.parts)}
-        if shared:
+        stateful = any(map(is_stateful, parts.transforms))
+        if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
         _compare(plain, twin)
-        _compare_states(parts_of(plain.env), twin.parts)
+        if stateful:
+            _compare_states(parts_of(plain.env), twin.parts)
         if [tape.log for tape in casts[0]] != [tape.log for tape in casts[1]]:
             raise Unproven("the Gymnasium environments got other actions in a rehearsal")
 
@@ -95,10 +108,10 @@ def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
     rows.finish(_STEPS)
 
 
-def _places(parts: Parts) -> list[int]:
+def _places(parts: Parts) -> set[int]:
     """Return where tensors that transforms change lie."""
     changing = filter(is_stateful, parts.transforms)
-    return [tensor.data_ptr() for part in changing for tensor in tensors_of(part)]
+    return {tensor.data_ptr() for part in changing for tensor in tensors_of(part)}
 
 
 def _compare_states(plain: Parts, other: Parts) -> None:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from multiprocessing.synchronize import SemLock
 from typing import Any
@@ -111,6 +111,12 @@ class Parts:
     def levels(self) -> int:
         """How many transformed environments there are, one in another."""
         return len(self.shells[0]) + len(self.wholes)
+
+    def first(self, count: int) -> Parts:
+        """Return the parts of a batch of the first ``count`` members."""
+        members, gym_envs = self.members[:count], self.gym_envs[:count]
+        shells, own = self.shells[:count], self.own[:count]
+        return replace(self, members=members, gym_envs=gym_envs, shells=shells, own=own)
 
     def watch(self, watch: Watch) -> None:
         """Have ``watch`` notice changes of classes and of transforms."""
