@@ -7,6 +7,8 @@ bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -51,7 +53,8 @@ def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> Transform
         if fresh:
             for member in parts.members:
                 member._env = without_call_checks(member._env)
-            parts = parts_of(handle.env)
+            gym_envs = tuple(member._env for member in parts.members)
+            parts = replace(parts, gym_envs=gym_envs)
         return TransformedRows(handle, parts, _prove)
 
 
