@@ -124,6 +124,24 @@ def test_cut_episodes_are_reset_alone(build):
     assert BY_PARTS in explained[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_random_frames": 50},
+        {"reset_at_each_iter": True},
+        {"compact_obs": True},
+        {"split_trajs": True},
+        {"trajs_per_batch": 3},
+        {"set_truncated": True},
+        {"check_finite": True},
+    ],
+)
+@pytest.mark.parametrize("build", [single, around])
+def test_arguments_of_collectors_mean_the_same(build, options):
+    explained = assert_equal(build, **options)
+    assert BY_PARTS in explained[0]
+
+
 def in_place(env, collector):
     env.transform[2].loc += 0.5
 
