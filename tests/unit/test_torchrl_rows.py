@@ -403,14 +403,15 @@ def test_workers_step_by_parts(build):
     assert not differences(run(False), run(True))
 
 
-def test_a_policy_that_remembers_is_shown_what_partial_resets_leave():
+@pytest.mark.parametrize("build", [single, around, inside, ours])
+def test_a_policy_that_remembers_is_shown_what_partial_resets_leave(build):
     class Remembers(nn.Module):
         def forward(self, td):
             before = td.get("n", None)
             td["n"] = torch.zeros(td.batch_size) if before is None else before + 1
             return td.set("action", torch.zeros(*td.batch_size, 2))
 
-    explained = assert_equal(around, actor=Remembers)
+    explained = assert_equal(build, actor=Remembers)
     assert BY_PARTS in explained[0]
 
 

@@ -53,6 +53,7 @@ class TransformedRows(EnvRows):
         """Whether the results of the last reset of all members were not shown yet."""
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Is told of members that are reset while others go on."""
+        self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
         self._why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
@@ -95,10 +96,10 @@ class TransformedRows(EnvRows):
         except Unproven as err:
             self._why = str(err)
         if self._why:
-            self.step = self._step_plainly  # type: ignore[method-assign]  # once per rollout
+            self._step = self._step_plainly
             self._begin_plainly()
         else:
-            self.step = self._recorded.step  # type: ignore[method-assign]
+            self._step = self._recorded.step
             self._recorded.begin(window, carry, self.on_partial_reset)
 
     def _look(self) -> None:
@@ -115,7 +116,7 @@ class TransformedRows(EnvRows):
             self._record(parts_of(self.handle.env))
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        raise NotImplementedError  # `begin` decides
+        return self._step(t, cut, resets)
 
     def finish(self, steps: int) -> None:
         self.reset_s = self._recorded.reset_s + self.handle.reset_s

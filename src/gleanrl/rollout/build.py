@@ -109,7 +109,7 @@ class SourceBuilder:
             return self._serve_tensordicts(handle, policy, why=why)
         first = Window.allocate(layout.observations, layout.num_envs, 1)
         made.reset(first)
-        if isinstance(policy, ProgramPolicy):
+        if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
             made.on_partial_reset = policy.zero_memory
         return DenseRollout(made, first, policy, self.options)
 
