@@ -218,8 +218,13 @@ class Composition:
             return None
         own = {"max_frames_per_traj": self.cut} if self.cut and "step_count" not in keys else {}
         name = f"composed-{self.seed}"
-        draws = isinstance(self.base(), gym_toys.Draws)
-        tags = {"init": "is_init" in keys, "cut": bool(own), "draws": draws}
+        base = self.base()
+        tags = {
+            "init": "is_init" in keys,
+            "cut": bool(own),
+            "draws": isinstance(base, gym_toys.Draws),
+            "reuses": isinstance(base, gym_toys.ReusedObservation),
+        }
         return Environment(
             name,
             self.make,
