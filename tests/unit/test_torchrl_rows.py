@@ -375,11 +375,29 @@ class Wide(gym_toys.Small):
         return self.x.astype(np.float64)
 
 
-def test_floats_of_another_width_are_cast_as_torchrl_does():
-    def build():
-        return TransformedEnv(GymWrapper(Wide(gym_toys.MOVES)), RewardSum())
+class Narrow(gym_toys.Small):
+    """Returns other whole numbers than it declares."""
 
-    assert BY_PARTS in assert_equal(build)[0]
+    def __init__(self, action):
+        super().__init__(action, gym.spaces.Box(-50, 50, (3,), np.int64))
+
+    def show(self):
+        return (self.x * 5).astype(np.int16)
+
+
+class Unpaid(gym_toys.Small):
+    """Pays nothing, and says so with ``None``."""
+
+    def pay(self, push):
+        return None
+
+
+@pytest.mark.parametrize("kind", [Wide, Narrow, Unpaid])
+def test_odd_results_are_cast_as_torchrl_does(kind):
+    def build():
+        return TransformedEnv(GymWrapper(kind(gym_toys.MOVES)), RewardSum())
+
+    assert BY_PARTS in assert_equal(build, actor=None)[0]
 
 
 def test_an_error_names_the_environment():

@@ -24,6 +24,7 @@ from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.tensordict import spec_fields
 from gleanrl.envs.torchrl_parts import Parts, Unproven, copied_transform, is_stateful, tensors_of
 from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
+from gleanrl.envs.writers import CastingLeafWriter
 from gleanrl.operations.op_recorder import array_of
 from gleanrl.operations.watch import Unwatchable, Watch
 
@@ -275,8 +276,8 @@ class _Memory:
         self.rows.rewards.clear()
         try:
             # TorchRL adds rewards to a zero, which turns -0.0 into 0.0.
-            values = np.array(rewards).reshape(self._reward.shape)
-            np.add(values, 0.0, out=self._reward, casting="same_kind")
+            values = np.array([0 if one is None else one for one in rewards])
+            np.add(values.reshape(self._reward.shape), 0.0, self._reward, casting="same_kind")
         except (TypeError, ValueError) as err:
             raise EnvError(f"rewards must be numbers, got {rewards!r:.200}") from err
 
@@ -285,6 +286,10 @@ class _Memory:
         self.rows.reset(self.fresh, envs)
         self._mask.fill(False)
         self._mask[envs] = True
+
+
+class _Members(GymnasiumEnv):
+    _leaf_writer = CastingLeafWriter
 
 
 def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
@@ -300,14 +305,9 @@ def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
         name: spec_fields(getattr(first, f"full_{name}_spec"), ())
         for name in ("observation", "action", "reward", "done")
     }
-    floats = {f.dtype for f in own["observation"] if f.dtype.is_floating_point}
-    discrete = not own["action"][0].shape
-    options = GymOptions(
-        categorical_action_encoding=discrete,
-        observation_dtype=next(iter(floats)) if len(floats) == 1 else None,
-    )
+    options = GymOptions(categorical_action_encoding=not own["action"][0].shape)
     try:
-        rows = GymnasiumEnv(parts.gym_envs, batch, options)
+        rows = _Members(parts.gym_envs, batch, options)
     except ConfigError as err:
         raise Unproven(str(err)) from err
     layout = rows.layout

@@ -114,13 +114,16 @@ class LeafWriter(FieldWriter):
     each would cost every step. Byte order never matters.
     """
 
+    _always = ""
+    """Kinds of dtypes that are cast whatever the user wants."""
+
     def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
         """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
         super().__init__(field)
         self._leaf = leaf
         self._declared = np.dtype(leaf.space.dtype)
         self._target = field.numpy_dtype
-        self._casts = casts and self._declared.kind == "f"
+        self._casts = "f" if casts and self._declared.kind == "f" else self._always
         self._changes = self._declared != self._target
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
@@ -208,7 +211,7 @@ class LeafWriter(FieldWriter):
         """
         got, declared = values.dtype.newbyteorder("="), self._declared
         if values.shape == shape:
-            if self._casts and got.kind == "f":
+            if got.kind in self._casts:
                 return self._cast(values)
             both_whole = got.kind in "iub" and declared.kind in "iub"
             if got == declared or (widens and both_whole and np.can_cast(got, declared)):
@@ -235,6 +238,12 @@ class LeafWriter(FieldWriter):
 
 def _name(where: int | str) -> str:
     return where if isinstance(where, str) else f"environment {where}"
+
+
+class CastingLeafWriter(LeafWriter):
+    """Casts whatever has the declared shape, as TorchRL's wrappers do."""
+
+    _always = NUMBERS
 
 
 class VectorLeafWriter(LeafWriter):
