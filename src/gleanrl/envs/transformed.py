@@ -248,7 +248,7 @@ class _Drawn:
         found = []
         with preserved():
             for rand in (own.rand, self.rand):
-                torch.manual_seed(_DRAWS)
+                torch.default_generator.manual_seed(_DRAWS)
                 found.append((rand(shape), torch.get_rng_state()))
         (mine, after), (theirs, after_theirs) = found
         return torch.equal(mine, theirs) and torch.equal(after, after_theirs)
