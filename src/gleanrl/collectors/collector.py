@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from gleanrl.collectors import selectors
+from gleanrl.collectors import class_of_backend
 from gleanrl.collectors.arguments import (
     CollectorArguments,
     argument_property,
@@ -73,7 +73,7 @@ class Collector(BaseCollector):
         self._start(plan, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
-    @selectors.with_signature_of(__init__)
+    @class_of_backend.with_signature_of(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 
@@ -85,9 +85,9 @@ class Collector(BaseCollector):
             NotImplementedError: a backend this version does not have.
         """
         if cls is not Collector:
-            selectors.check_subclass(cls, kwargs)
+            class_of_backend.check_subclass(cls, kwargs)
             return super().__new__(cls)
-        other = selectors.with_workers(args, kwargs)
+        other = class_of_backend.with_workers(args, kwargs)
         return super().__new__(cls) if other is None else other
 
     # -- in the background: in a worker ----------------------------------------------------------

@@ -9,9 +9,9 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
 from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.class_of_backend import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
-from gleanrl.collectors.selectors import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int

@@ -16,6 +16,7 @@ from gleanrl.collectors.arguments import (
     typed,
 )
 from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.class_of_backend import selects
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
@@ -24,7 +25,6 @@ from gleanrl.collectors.distributed.default_configs import (
 )
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.nested import serve
-from gleanrl.collectors.selectors import selects
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
