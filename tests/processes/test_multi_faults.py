@@ -1,5 +1,6 @@
 """Whatever goes wrong in a worker or the learner surfaces soon, is named, and leaves nothing."""
 
+import gc
 import os
 import resource
 import signal
@@ -79,6 +80,7 @@ def no_gaps():
 @pytest.mark.parametrize("left", [0, 3, 6])
 def test_a_limit_of_open_files_is_named(left):
     zygote()  # has files of its own
+    gc.collect()  # or files of earlier tests are closed meanwhile
     with no_gaps() as taken, rig.nothing_left_behind():
         for build in (
             lambda: MultiSyncCollector(["CartPole-v1"] * 4, frames_per_batch=8),
