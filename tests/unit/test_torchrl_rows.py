@@ -1,5 +1,7 @@
 """TorchRL's environments are stepped by their parts only where that is the same, bit for bit."""
 
+import warnings
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     GrayScale,
+    GymEnv,
     GymWrapper,
     InitTracker,
     ObservationNorm,
@@ -471,3 +474,36 @@ def test_the_page_says_how_every_transform_is_called():
     page = transforms.PAGE.read_text()
     found = page.partition(transforms.BEGIN)[2].partition(transforms.END)[0].strip().splitlines()
     assert found == transforms.table()
+
+
+def test_warnings_of_a_policy_are_not_repeated_in_every_rollout():
+    class Warns(nn.Module):
+        def forward(self, observation):
+            warnings.warn("from the policy", stacklevel=1)
+            return observation[..., :2]
+
+    def actor():
+        return TensorDictModule(Warns(), in_keys=SEEN, out_keys=["action"])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        collected(single, fast=True, actor=actor, rounds=6)
+    found = [
+        str(warning.message) for warning in caught if "from the policy" in str(warning.message)
+    ]
+    assert len(found) <= 2  # one in the call at construction
+
+
+def test_seconds_of_resets_do_not_run_back_where_transforms_are_recorded_again():
+    def change(env, collector):
+        env.transform.max_steps = 1000
+        shares.append(collector.stats()["time_reset"])
+
+    shares = []
+    collected(
+        lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(max_steps=2)),
+        fast=True,
+        actor=None,
+        change=change,
+    )
+    assert min(shares) > 0

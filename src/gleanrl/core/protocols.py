@@ -60,6 +60,9 @@ class EnvBatch(Protocol):
     def inner(self) -> Any:
         """The user's environment, which answers ``getattr_env``."""
 
+    def explain(self) -> str:
+        """Return how they are stepped."""
+
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
 

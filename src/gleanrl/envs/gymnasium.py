@@ -142,6 +142,7 @@ class GymnasiumEnv(WindowEnv):
         self._steps: list[Callable[[Any], Any]] = []
         self._seeds = list(seeds or [None] * len(self.envs))
         self.rewards: list[Sequence[Any]] = []
+        """Of every step since `begin`, or since they were taken. Internal to the package."""
         self._open = self.envs
         """Those that `close` closes."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
-from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, Key, next_key
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
@@ -28,7 +29,8 @@ from gleanrl.envs.writers import CastingLeafWriter
 from gleanrl.operations.op_recorder import array_of
 from gleanrl.operations.watch import Unwatchable, Watch
 
-FLAGS = (DONE, TERMINATED, TRUNCATED)
+FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
+"""End flags of an environment."""
 _RESET: Key = ("_reset",)
 _NOTHING: tuple[int, ...] = ()
 
@@ -63,7 +65,7 @@ class RecordedStep:
         if parts.levels > 1 and inverse.calls:
             raise Unproven("several transformed environments, one in another, change actions")
         memory.bind(layout, inverse, step, reset)
-        self._act_calls = [*inverse.calls, *memory.acting]
+        self._act_calls: list[Callable[[], Any]] = [*inverse.calls, *memory.acting]
         self._step_calls, self._reset_calls = step.calls, reset.calls
         self._called = {"step": step.as_they_are, "reset": reset.as_they_are}
 
@@ -185,15 +187,14 @@ class _Memory:
         batch, envs = layout.batch_shape, layout.num_envs
         self.rows, self.count = _members_of(parts, batch), envs
         inner = self.rows.layout
-        flags = [Field(key, (1,), torch.bool) for key in FLAGS]
-        shown = [*inner.observations, *flags]
+        shown = [*inner.observations, *FLAGS]
         after = [Field(next_key(f.key), f.shape, f.dtype) for f in (*shown, *inner.rewards)]
         self.raw = Window.allocate([*inner.observations, *inner.actions, *after], envs, 1)
         """What the members read and return."""
         self.fresh = Window.allocate(shown, envs, 1)
         """What their resets return."""
         taken = Window.allocate(layout.actions, envs, 1)
-        root = Window.allocate([*layout.observations, *flags], envs, 1)
+        root = Window.allocate([*layout.observations, *FLAGS], envs, 1)
         theirs = spec_fields(parts.members[0].full_observation_spec, ())
         names = {}
         if len(inner.observations) == len(theirs) == 1:  # images are called otherwise in TorchRL
@@ -209,17 +210,17 @@ class _Memory:
 
         self.given = entries(taken, layout.actions)
         """What the policy wrote."""
-        self.action = entries(self.raw, inner.actions)
+        self.action_rows = {f.key: self.raw.rows(f.key)[0] for f in inner.actions}
         self.stepped = entries(self.raw, [*shown, *inner.rewards], nxt=True)
         self.reset = entries(self.fresh, shown)
         names = {}
-        self.root = entries(root, [*layout.observations, *flags])
+        self.root = entries(root, [*layout.observations, *FLAGS])
         """What transforms see of the step before."""
         self.root_rows = {f.key: root.tensor(f.key)[:, 0] for f in layout.observations}
         self.mask = torch.ones(*batch, 1, dtype=torch.bool)
         self._mask = self.mask.view(envs).numpy()
         self._reward = self.raw.rows(next_key(REWARD))[0]
-        self._raised = [self.raw.rows(next_key(key))[0] for key in FLAGS]
+        self._raised = [self.raw.rows(next_key(flag.key))[0] for flag in FLAGS]
         self._ended = False
         self.given_rows = [(f.key, taken.rows(f.key)[0]) for f in layout.actions]
 
@@ -238,7 +239,7 @@ class _Memory:
         envs = layout.num_envs
         observed = {f.key: f for f in layout.observations}
         rewards = {f.key: f for f in layout.rewards}
-        flags = {key: Field(key, (1,), torch.bool) for key in FLAGS}
+        flags = {flag.key: flag for flag in FLAGS}
         _require_fields(step.results, {**observed, **rewards, **flags}, layout, "a step")
         _require_fields(reset.results, {**observed, **flags}, layout, "a reset")
         inner = {f.key: f for f in self.rows.layout.actions}
@@ -253,11 +254,11 @@ class _Memory:
             return value.reshape(envs, *value.shape[len(layout.batch_shape) :])
 
         self.acting = [
-            _copying(target, inverse.results[key]) for key, target in self.action.items()
+            partial(np.copyto, to, rows(inverse, key)) for key, to in self.action_rows.items()
         ]
         self.observed = [(key, rows(step, key)) for key in observed]
         self.rewarded = [(key, rows(step, key)) for key in rewards]
-        self.ending = [(key, rows(step, key)) for key in FLAGS]
+        self.ending = [(key, rows(step, key)) for key in flags]
         self.done = rows(step, DONE)
         self.after_reset = {key: rows(reset, key) for key in observed}
         used = [
@@ -311,8 +312,7 @@ def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
     except ConfigError as err:
         raise Unproven(str(err)) from err
     layout = rows.layout
-    flags = [Field(key, (1,), torch.bool) for key in FLAGS]
-    shown = (layout.observations, layout.actions, layout.rewards, tuple(flags))
+    shown = (layout.observations, layout.actions, layout.rewards, FLAGS)
     for fields, mine in zip(shown, own.values(), strict=True):
         alone = len(fields) == len(mine) == 1
         theirs = [replace(f, key=fields[0].key) for f in mine] if alone else mine
@@ -329,14 +329,3 @@ def _require_fields(
     if came != wanted:
         differing = sorted(key for key in {*came, *wanted} if came.get(key) != wanted.get(key))
         raise Unproven(f"transforms make other entries of {what} than declared: {differing}")
-
-
-def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
-    to, of = array_of(target), array_of(source)
-    assert to is not None
-    assert of is not None
-
-    def copy() -> None:
-        to[...] = of
-
-    return copy

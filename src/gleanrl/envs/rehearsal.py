@@ -7,6 +7,7 @@ bit.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from gleanrl.core.layout import Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
+from gleanrl.envs.recorded_step import FLAGS
 from gleanrl.envs.tape import Tape
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.envs.torchrl_parts import (
@@ -61,7 +63,8 @@ def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> Transform
 def _prove(rows: TransformedRows) -> None:
     """Raise `Unproven` unless stepping by ``rows`` is proven equal."""
     parts = rows.parts if rows.parts.wholes else rows.parts.first(_MEMBERS)
-    with preserved(), torch.no_grad():
+    # Warnings about copies repeat those about the originals.
+    with preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(0)  # and no accelerator
         casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
         plain, other = (TensorDictHandle(twin_of(parts, tapes)) for tapes in casts)
@@ -81,8 +84,8 @@ def _believe(rows: TransformedRows) -> None:
 
 
 def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
-    layout, flags = rows.layout, [Field((n,), (1,), torch.bool) for n in plain.env.done_keys]
-    after = [*layout.observations, *layout.rewards, *flags]
+    layout = rows.layout
+    after = [*layout.observations, *layout.rewards, *FLAGS]
     nexts = [Field(next_key(field.key), field.shape, field.dtype) for field in after]
     fields = [*layout.observations, *layout.actions, *nexts]
     window = Window.allocate(fields, layout.num_envs, _STEPS)
@@ -92,7 +95,7 @@ def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
         window.tensor(field.key)[:, 0] = carry.tensor(field.key)[:, 0]
     rows.begin(window, carry)
     plain.begin()
-    shown = {field.key for field in [*fields, *flags]}
+    shown = {field.key for field in [*fields, *FLAGS]}
     for t in range(_STEPS):
         plain.root = plain.env.rand_action(plain.root)
         for field in layout.actions:

@@ -57,6 +57,12 @@ class EnvRows(Env):
         """
         return None
 
+    def explain(self) -> str:
+        """Return how the environments are stepped."""
+        inner = self.inner
+        kind = type(inner[0] if isinstance(inner, list) else inner).__name__
+        return f"{self.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts"
+
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``.
 

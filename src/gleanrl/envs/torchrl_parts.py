@@ -50,8 +50,6 @@ _STATELESS = {
     )
 }
 """Transforms whose results depend on nothing but their settings and the data of the step."""
-
-
 _STATEFUL = {
     f"torchrl.envs.transforms.{name}"
     for name in (
@@ -68,14 +66,9 @@ class Unproven(Exception):
 
 @contextmanager
 def unproven_on_error() -> Iterator[None]:
-    """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions.
-
-    Warnings are silenced, because those about copies repeat those about the originals.
-    """
+    """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     except Unproven:
         raise
     except Exception as err:
@@ -142,13 +135,13 @@ class Parts:
     def intact(self) -> bool:
         """Tell whether the environments still have these parts and their classes' methods."""
         ends = [_peeled(env) for env in _members(self.base)]
-        whole = [*self.wholes[-1:], self.base][0]
+        base, wholes = _peeled([*self.wholes[-1:], self.base][0])
         return (
             not any(map(_replaced, self.envs))
             and _same([member for member, _ in ends], self.members)
             and all(starmap(_same, zip((own for _, own in ends), self.shells, strict=True)))
             and _same([member._env for member in self.members], self.gym_envs)
-            and _same([_peeled(whole)[0], *_peeled(whole)[1]], [self.base, *self.wholes])
+            and _same([base, *wholes], [self.base, *self.wholes])
         )
 
     def alike(self) -> bool:
@@ -254,10 +247,11 @@ def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
     serial = vars(sys.modules[_SERIAL.rpartition(".")[0]])["SerialEnv"]
     copies = [_copied(member, Tape(member._env)) for member in members]
     makers = [lambda copy=copy: copy for copy in copies]
-    whole = serial(len(makers), makers)
-    for shell in shells:
-        whole = type(shell)(whole, shell.transform.clone())
-    whole.reset()
+    with warnings.catch_warnings(action="ignore"):  # about the originals they were given already
+        whole = serial(len(makers), makers)
+        for shell in shells:
+            whole = type(shell)(whole, shell.transform.clone())
+        whole.reset()
     return whole
 
 

@@ -119,7 +119,9 @@ class TransformedRows(EnvRows):
         return self._step(t, cut, resets)
 
     def finish(self, steps: int) -> None:
-        self.reset_s = self._recorded.reset_s + self.handle.reset_s
+        for stepped in (self._recorded, self.handle):  # either may have been replaced since
+            self.reset_s += stepped.reset_s
+            stepped.reset_s = 0.0
 
     # -- by the environment's own methods ----------------------------------------------------------
 
@@ -168,7 +170,7 @@ class TransformedRows(EnvRows):
 
     def _check_entries(self, after: TensorDictBase) -> None:
         layout = self.layout
-        known = {*FLAGS, *(field.key for field in (*layout.observations, *layout.rewards))}
+        known = {field.key for field in (*layout.observations, *layout.rewards, *FLAGS)}
         if differing := known ^ set(map(as_key, after.keys(True, True))):
             raise EnvError(
                 f"{self.handle.kind} was changed after the collector was built: its steps have "

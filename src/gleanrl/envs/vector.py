@@ -68,6 +68,10 @@ class VectorAdapter(WindowEnv):
     def inner(self) -> Any:
         return self._resets.env
 
+    def explain(self) -> str:
+        """Return how the environments are stepped."""
+        return f"{type(self.inner).__name__} of {self.num_envs}, called as it is by its own step"
+
     # -- steps -----------------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:

@@ -115,7 +115,7 @@ class ProgramPolicy:
 
         TorchRL's environments do so where they reset some of their members.
         """
-        if self._rows is self._called and self._called.acted:
+        if self._rows is self._called:
             self._called.zero_memory(envs)
 
     def explain(self) -> list[str]:
@@ -383,13 +383,10 @@ class _TensorDictOverRows:
     def forget(self) -> None:
         self._root = None
 
-    @property
-    def acted(self) -> bool:
-        """Whether there was a step since all environments began anew."""
-        return self._root is not None
-
     def zero_memory(self, envs: Sequence[int]) -> None:
-        root: Any = self._root
+        root = self._root
+        if root is None:  # random actions came first
+            return
         for key in [*root.keys(True, True)]:
             value = root.get(key)
             if as_key(key) not in self._shown and isinstance(value, torch.Tensor):

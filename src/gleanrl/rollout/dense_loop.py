@@ -13,8 +13,6 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Stop
 from gleanrl.core.window import Window
-from gleanrl.envs.transformed import TransformedRows
-from gleanrl.envs.vector import VectorAdapter
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.provided import Provided
@@ -110,15 +108,8 @@ class DenseRollout(BaseSource):
         """Return the path of every part, with the reasons."""
         with self._exploration(), torch.no_grad():
             parts = self._policy.explain()
-        inner, count = self._env.inner, self._env.layout.num_envs
-        env = f"{type(inner).__name__} of {count}, called as it is by its own step"
-        if isinstance(self._env, TransformedRows):
-            env = self._env.explain()
-        elif not isinstance(self._env, VectorAdapter):
-            kind = type(inner[0] if isinstance(inner, list) else inner).__name__
-            env = f"{count} x {kind}, stepped by its own methods without TensorDicts"
         rows = "rows: each field of a step is written to its place in the batch"
-        return explanation(rows, env, parts)
+        return explanation(rows, self._env.explain(), parts)
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         self._env.reset(self._next_root, envs, **options)
