@@ -19,9 +19,10 @@ ALLOWED = {
 }
 ALLOWED["transport"] = ALLOWED["rollout"] | {"transport"}
 ALLOWED["engine"] = ALLOWED["transport"] | {"engine"}
+ALLOWED["parallel"] = ALLOWED["engine"] | {"parallel"}
 ALLOWED["recording"] = ALLOWED["engine"] | {"recording"}
 ALLOWED["watch"] = ALLOWED["recording"] | {"watch"}
-ALLOWED["collectors"] = ALLOWED["watch"] | {"collectors"}
+ALLOWED["collectors"] = ALLOWED["watch"] | {"parallel", "collectors"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
 # Namespaces: what users import. They may re-export from any ring, and hold nothing of their own.

@@ -67,7 +67,7 @@ GROUPS = {
     "environments": Group(
         "Environments",
         "Environments on TensorDicts: alone, in batches, in processes.",
-        ("envs.base", "envs.gym", "envs.serial", "parallel_env", "envs"),
+        ("envs.base", "envs.gym", "envs.serial", "parallel.parallel_env", "envs"),
         paged=True,
     ),
     "replay": Group(

@@ -130,6 +130,8 @@ _WIDE = ("next", "wide")
 class StampedSource:
     """Writes ``worker * 10**6 + rollout`` into every element of its rollout, wide rows included."""
 
+    memory = None
+
     def __init__(self, worker: int, envs: int = 2, width: int = 64) -> None:
         """Serve ``envs`` environments with rows of ``width`` elements."""
         self._worker = worker

@@ -1,6 +1,7 @@
 """ParallelEnv: the data of a SerialEnv from other processes, named errors, nothing left behind."""
 
 import gc
+import itertools
 import os
 import pickle
 import select
@@ -40,6 +41,7 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
+from gleanrl.collectors import Interruptor
 from gleanrl.data import Composite, Unbounded
 from gleanrl.envs import EnvBase
 
@@ -622,6 +624,103 @@ def test_a_collector_gets_the_same_batches_from_it():
     expected = batches(SerialEnv(4, TransformedWalk))
     for found in (one, two):
         assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Plain(Walk):
+    """A Walk that shows its place only."""
+
+    observation_space = Walk.observation_space["place"]
+
+    def _see(self):
+        return self.place
+
+
+@pytest.mark.parametrize("policy", [None, lambda place: place.float().clamp(-1, 1)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compact_obs": True},
+        {"reset_at_each_iter": True},
+        {"interruptor": Interruptor()},
+        {"split_trajs": True},
+        {"trajs_per_batch": 3},
+        {"fast": False},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_workers_write_rows_of_a_collector_as_this_process_would(options, policy):
+    found, expected = (
+        batches(kind, policy=policy, **options)
+        for kind in (ParallelEnv(3, Plain, num_envs=4), SerialEnv(4, Plain))
+    )
+    assert len(found) == len(expected)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_rollout_that_is_stopped_early_ends_in_workers_too():
+    found = []
+    for env in (ParallelEnv(2, Walk), SerialEnv(2, Walk)):
+        interruptor, calls = Interruptor(), itertools.count()
+
+        def act(place, interruptor=interruptor, calls=calls):
+            if next(calls) % 20 == 11:
+                interruptor.start_collection()
+                interruptor.stop_collection()
+            return place.float()
+
+        with Collector(env, act, frames_per_batch=32, interruptor=interruptor) as collector:
+            collector.set_seed(1)
+            batches = itertools.islice(collector, 4)
+            found.append([batch[batch["collector", "mask"]].clone() for batch in batches])
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_explain_says_that_workers_step_rows():
+    with Collector(ParallelEnv(2, Walk, num_envs=3), frames_per_batch=3) as collector:
+        assert "3 x GymEnv in 2 workers" in collector.explain()
+
+
+def test_an_error_in_a_collectors_rollout_names_the_worker():
+    def fail():
+        raise LookupError("in the simulator")
+
+    env = ParallelEnv(2, acting(fail))
+    with Collector(env, frames_per_batch=2, total_frames=-1) as collector:
+        with pytest.raises(LookupError, match=r"(?s)worker 1 raised .*in the simulator"):
+            collector.rollout(), collector.rollout()
+        assert env.is_closed
+
+
+def test_a_worker_that_is_killed_in_a_collectors_rollout_is_named_soon():
+    def end():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    env = ParallelEnv(2, acting(end))
+    env.start()
+    others = [os.pidfd_open(pid) for pid in env.call(PID)]
+    collector = Collector(env, frames_per_batch=200, total_frames=-1)
+    with rig.in_time(), pytest.raises(WorkerDied, match="worker 1 .* killed by signal 9"):
+        collector.rollout()
+    collector.shutdown()
+    for fd in others:
+        assert select.select([fd], [], [], rig.LIMIT * rig.load())[0], "a worker was left behind"
+        os.close(fd)
+
+
+def test_a_forked_child_leaves_the_workers_of_its_parent_alone():
+    with ParallelEnv(1, Walk) as env:
+        env.set_seed(3)
+        env.reset()
+        child = os.fork()
+        if not child:
+            try:
+                env.step(env.rand_action(env.fake_tensordict()))
+            except ClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert env.reset().shape == (1,)
 
 
 def TransformedWalk():

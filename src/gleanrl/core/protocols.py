@@ -55,6 +55,8 @@ class EnvBatch(Protocol):
     """Whether environments can be truncated and reset one by one."""
     reset_s: float
     """Seconds in resets that are calls of their own within a step."""
+    memory: SharedMemory | None
+    """Where windows should lie, for environments in other processes; ``None`` for anywhere."""
 
     @property
     def inner(self) -> Any:
@@ -153,6 +155,10 @@ class Policy(Protocol):
 
 class Source(Protocol):
     """The object that a worker serves."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where its windows should lie if its worker is in the learner's process."""
 
     def layout(self) -> Layout | None:
         """Describe one step, or ``None`` if rollouts travel as payloads."""

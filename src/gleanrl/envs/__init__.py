@@ -15,7 +15,7 @@ from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tensordict import EnvMetaData
 
 if TYPE_CHECKING:
-    from gleanrl.parallel_env import EnvCreator, ParallelEnv
+    from gleanrl.parallel.parallel_env import EnvCreator, ParallelEnv
 
 __all__ = [
     "EnvBase",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # Inner rings import modules of this package; what needs worker processes is imported at first use.
-_find = lazy_exports(__name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.parallel_env",))
+_find = lazy_exports(__name__, ("EnvCreator", "ParallelEnv"), ("gleanrl.parallel.parallel_env",))
 _OF_TORCHRL = "Compose InitTracker ObservationNorm RewardSum StepCounter TransformedEnv"
 __getattr__ = refuse(
     __name__,

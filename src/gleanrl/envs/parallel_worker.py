@@ -1,13 +1,14 @@
-"""The worker side of `ParallelEnv`: environments with one action per command.
+"""The worker side of `ParallelEnv`: environments that step when the learner wakes them.
 
-The task, its inputs and its results lie in a window of one step that learner and worker share.
+Inputs and results lie in windows that learner and worker share: the row of the `ParallelEnv`, and
+rollouts of collectors. A step is a pulse to the worker and one back; all else is a command.
 """
 
 from __future__ import annotations
 
 import random as python_random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, EnvError, WeightsError
 from gleanrl.core.keys import NEXT, Key, format_key
-from gleanrl.core.messages import Report, Snapshot
-from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.layout import EnvLayout
+from gleanrl.core.messages import Report, Snapshot, WindowRef
+from gleanrl.core.protocols import Source, Spec, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.libs.gym import make_tensordict_env
-from gleanrl.envs.row_env import Row, RowEnv
+from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.tensordict import (
@@ -34,14 +36,48 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
+from gleanrl.memory.arena import map_window
+from gleanrl.memory.pulses import PulseAddress, PulseEnds
+from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import nest
 
-RESETS: Key = ("_resets",)
-"""Whether a step resets ended environments, in the row of each."""
+LEAVE, STEP, CUT, FINISH = range(4)
+"""Orders: leave `EnvWorker.serve`; step; step and truncate some environments; finish a rollout."""
+STEPPED, ENDED, FAILED = range(3)
+"""Answers: nothing ended; some environments ended; an exception, which `serve` raises."""
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInfo:
+    """The rows of one worker's environments, without the environments."""
+
+    layout: EnvLayout
+    """For any number of them: without a batch shape."""
+    observation_specs: Mapping[Key, Spec]
+    action_specs: Mapping[Key, Spec]
+    kind: str
+    """The class of the user's environment."""
+    can_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlaces:
+    """Where in the memory of learner and workers the small things of one worker lie (bytes)."""
+
+    orders: int
+    """Three int64: number of the window, step in it, and whether a step of the row resets."""
+    reset_s: int
+    """float64: seconds in resets."""
+    cut: int
+    """One bool per environment: whether the step truncates it."""
+    ended: int
+    """One bool per environment: whether it ended."""
+    envs: int
+    """Environments of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +91,8 @@ class EnvWorkerInfo:
     """Of one environment: observations, actions, rewards, end flags."""
     direct: bool
     """Whether they step in rows: they read actions only, in any dtype of their kind."""
+    rows: RowsInfo | None
+    """The rows in which collectors step them; ``None`` if they have to use TensorDicts."""
     infos: Sequence[Key]
     """The observations that are requested info entries."""
 
@@ -67,6 +105,9 @@ class EnvWorkerBuilder:
     create_env_kwargs: tuple[Mapping[str, Any], ...]
     stream: int
     """The seed of the worker's random streams until environments are seeded."""
+    memory: SharedMemory | None = None
+    """The memory of all windows; ``None`` if the environments are only looked at."""
+    pulses: PulseAddress | None = None
 
     def __call__(self, worker: int) -> Source:
         """Make the environments one after the other."""
@@ -75,7 +116,7 @@ class EnvWorkerBuilder:
         with closed_on_error(made):
             for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
                 made.append(make_tensordict_env(factory, kwargs))
-            return EnvWorker(made)
+            return EnvWorker(made, self.memory, self.pulses)
 
 
 def without_masks(tree: Composite) -> Composite:
@@ -94,9 +135,13 @@ def seed_streams(seed: int) -> None:
 
 
 class EnvWorker:
-    """Serves environments of one kind; a `Collect` steps."""
+    """Serves environments of one kind."""
 
-    def __init__(self, envs: Sequence[Any]) -> None:
+    memory = None
+
+    def __init__(
+        self, envs: Sequence[Any], memory: SharedMemory | None, pulses: PulseAddress | None
+    ) -> None:
         """Take over ``envs``.
 
         Raises:
@@ -104,12 +149,14 @@ class EnvWorker:
         """
         self.envs = SerialEnv.of(envs)
         self.num_envs = self.envs.batch_size.numel()
+        self._memory = memory
+        self._ends = None if pulses is None else PulseEnds(pulses)
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
-        self._window: Window | None = None
+        self._rollouts: _Rollouts | None = None
 
     def layout(self) -> None:
-        """Announce no rollouts; `described` has the layout of the window."""
+        """Announce no rollouts; `described` has the layout of the windows."""
 
     def described(self) -> EnvWorkerInfo:
         """Return the description for the learner.
@@ -119,17 +166,44 @@ class EnvWorker:
         """
         row = self._row = _make_row(self.envs)
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
+        if isinstance(row, RowEnv) and not any(masked_specs(tree) for tree in spec_trees(row)):
+            self._rollouts = _Rollouts(row.rows)
         return EnvWorkerInfo(
             batch=tuple(first.batch_size),
             device=first.device,
             specs=tuple(without_masks(widened(tree)) for tree in spec_trees(first)),
             direct=isinstance(row, RowEnv),
+            rows=None if self._rollouts is None else self._rollouts.info(type(first).__name__),
             infos=self.envs.info_entries,
         )
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""
         return describe(self.envs.members[0])
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def share(self, places: SharedPlaces, row: WindowRef, carry: WindowRef | None) -> None:
+        """Take the places of what is shared: the row of the `ParallelEnv`, which is window 0.
+
+        ``carry``: one step long, where rollouts leave what the next one begins with.
+        """
+        memory: Any = self._memory
+        found = memory.map()
+        self._orders = np.frombuffer(found, np.int64, 3, places.orders)
+        self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
+        self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
+        self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
+        self._row.bind(map_window(found, row))
+        if self._rollouts is not None and carry is not None:
+            self._rollouts.carry = map_window(found, carry)
+
+    def open(self, window: WindowRef) -> None:
+        """Add a window for rollouts; they are numbered from 1."""
+        memory, rollouts = self._memory, self._rollouts
+        assert memory is not None
+        assert rollouts is not None
+        rollouts.windows.append(map_window(memory.map(), window))
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -138,26 +212,54 @@ class EnvWorker:
         if isinstance(self._row, _TensorDictRow):
             self._row.inputs = present
 
-    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Step once, in the window that the first call only binds to.
+    def serve(self) -> None:
+        """Carry out orders until the learner has a command again.
 
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        if window is not self._window:
-            self._window = window
-            self._row.bind(window)
-        else:
-            self._row.step_row(bool(window.rows(RESETS)[0][0]))
-        return Report(steps, window.envs, 0)
+        ends: Any = self._ends
+        while order := ends.wait():
+            try:
+                ended = self._carry_out(order)
+            except BaseException:
+                ends.answer(FAILED)
+                raise
+            if ended:
+                self._ended[ended] = True
+            ends.answer(ENDED if ended else STEPPED)
+
+    def _carry_out(self, order: int) -> Sequence[int]:
+        number, t, resets = self._orders.tolist()
+        if number == 0:
+            self._row.step_row(bool(resets))
+            return ()
+        rollouts: Any = self._rollouts
+        if order == FINISH:
+            rollouts.rows.finish(t)
+            return ()
+        cut = np.flatnonzero(self._cut).tolist() if order == CUT else ()
+        ended: list[int] = list(rollouts.step(number - 1, t, cut))
+        if ended:
+            self._reset_s[0] = rollouts.rows.reset_s
+        return ended
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Refuse rollouts, because this worker has no policy."""
+        raise NotImplementedError("give orders")
 
     def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Reset into the window: all environments, or those in the masks.
+        """Reset into the row: all environments, or those in the masks.
 
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
         self._row.reset_row(masks, options)
+
+    def restart_rollouts(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments into the carry: all, or those with the given indices."""
+        rollouts: Any = self._rollouts
+        rollouts.rows.reset(rollouts.carry, envs, **options)
 
     # -- what every source has -------------------------------------------------------------------
 
@@ -196,6 +298,34 @@ class EnvWorker:
     def close(self) -> None:
         """Close the environments."""
         self.envs.close()
+
+
+class _Rollouts:
+    """Steps rows in the windows of a collector."""
+
+    carry: Window
+
+    def __init__(self, rows: EnvRows) -> None:
+        self.rows = rows
+        self.windows: list[Window] = []
+        self._last = 0
+
+    def info(self, kind: str) -> RowsInfo:
+        rows = self.rows
+        layout = replace(rows.layout, batch_shape=())
+        return RowsInfo(layout, rows.observation_specs, rows.action_specs, kind, rows.can_cut)
+
+    def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:
+        """Take step ``t`` in a window; return the environments that ended."""
+        rows = self.rows
+        if t == 0:
+            window = self.windows[number]
+            self._last = window.steps - 1
+            rows.begin(window, self.carry)
+        ended = rows.step(t, cut)
+        if t == self._last:
+            rows.finish(t + 1)
+        return ended
 
 
 # -- environments whose data lie in a window of one step -------------------------------------------

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, format_key, next_key
 from gleanrl.core.options import GymOptions
-from gleanrl.core.protocols import Env
+from gleanrl.core.protocols import Env, SharedMemory
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
@@ -30,6 +30,7 @@ class EnvRows(Env):
 
     can_cut = True
     reset_s = 0.0
+    memory: SharedMemory | None = None
     options: Any = None
     """How data are stored; rows that are joined have the same."""
     face: EnvBase | None = None

@@ -433,7 +433,7 @@ class TensorDictHandle:
         """The results of the last step."""
         self.why = "the environment works on TensorDicts"
         """Why it is stepped like this."""
-        self.reset_s = 0.0
+        self.reset_s, self.memory = 0.0, None
         """Seconds in resets that are calls of their own after a step."""
         self._apart = False
         """Whether steps and resets can be separate calls."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -48,8 +49,11 @@ class FileAddress:
         """Describe a descriptor of this process, which keeps it open."""
         return cls(os.getpid(), fd, identity_of(os.fstat(fd)))
 
-    def open(self) -> int:
+    def open(self, access: int = os.O_RDWR) -> int:
         """Return a descriptor of our own for the same file.
+
+        Args:
+            access: The mode of ``os.open``.
 
         Raises:
             ReplayError: the process has ended, or has another file there now.
@@ -58,7 +62,7 @@ class FileAddress:
         try:
             # Looked at before it is opened: opening and closing gives up locks on the file.
             if identity_of(os.stat(path)) == self.identity:
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                return os.open(path, access | os.O_CLOEXEC)
         except OSError as err:
             cause = err
         raise ReplayError(
@@ -98,7 +102,7 @@ class SharedMemory:
         self.fd = anonymous_file() if fd is None else fd
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._closing.atexit = False
-        self._mapping: mmap.mmap | None = None
+        self._mappings: list[mmap.mmap] = []
 
     @property
     def nbytes(self) -> int:
@@ -128,11 +132,19 @@ class SharedMemory:
     def map(self) -> mmap.mmap:
         """Return a mapping of the whole file; the same object until the file has grown."""
         size = self.nbytes
-        if self._mapping is None or len(self._mapping) < size:
+        if not self._mappings or len(self._mappings[-1]) < size:
             with naming_limits():
-                self._mapping = mmap.mmap(self.fd, size)
-            use_huge_pages(self._mapping)
-        return self._mapping
+                self._mappings.append(mmap.mmap(self.fd, size))
+            use_huge_pages(self._mappings[-1])
+        return self._mappings[-1]
+
+    def offset_of(self, address: int) -> int | None:
+        """Return the offset of what a mapping has at ``address``; ``None`` if that is elsewhere."""
+        for mapping in self._mappings:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            if start <= address < start + len(mapping):
+                return address - start
+        return None
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay valid."""

@@ -14,7 +14,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, Pool
+from gleanrl.core.protocols import Env, Pool, SharedMemory
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
@@ -57,6 +57,11 @@ class BaseSource:
         self._fresh = True
         self._keeps = False
         """Whether the policy's entries of earlier steps survive the current reset."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where windows should lie, for environments in other processes."""
+        return self._envs.memory
 
     # -- weights and remote access -----------------------------------------------------------------
 

@@ -10,8 +10,7 @@ import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, name_worker
-from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.memory.shared import SharedMemory
+from gleanrl.core.protocols import SharedMemory, SourceFactory, Stop
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker_loop import OpenWindow, Worker
 
@@ -19,7 +18,6 @@ from gleanrl.transport.worker_loop import OpenWindow, Worker
 class InlineBackend:
     """Runs a command when its reply is received, in the order of workers in processes."""
 
-    memory: SharedMemory | None = None
     inline = True
 
     def __init__(
@@ -32,6 +30,11 @@ class InlineBackend:
         self._collects: deque[tuple[int, int, m.Command]] = deque()
         self._others: deque[tuple[int, int, m.Command]] = deque()
         self._replies: deque[m.Reply] = deque()
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Private memory, unless the environments of the worker are in other processes."""
+        return None if self._apart else self._workers[0].source.memory
 
     @property
     def workers(self) -> Sequence[Worker]:

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
     ConfigError,
-    GleanError,
     WorkerDied,
     for_users,
 )
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import check_int, seconds
-from gleanrl.core.window import Window
-from gleanrl.engine.session import Session, Ticket
+from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
-from gleanrl.envs.parallel_worker import RESETS, EnvWorkerBuilder, EnvWorkerInfo
+from gleanrl.envs.parallel_worker import STEP, EnvWorkerBuilder
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
-from gleanrl.envs.unmodified import Methods
-from gleanrl.memory.arena import Order, Slab
+from gleanrl.envs.unmodified import Methods, remembered
+from gleanrl.parallel.env_workers import CONTROL_S, EnvWorkers
+from gleanrl.parallel.worker_rows import WorkerRows
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
-_CONTROL_S = 60.0
 _CLOSE_S = 10.0
 _made = itertools.count()
 
 
+@remembered
 class ParallelEnv(RowEnv):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
@@ -108,9 +103,8 @@ class ParallelEnv(RowEnv):
         self._timeout = timeout if timeout is None else seconds("timeout", timeout)
         self.num_envs = number
         EnvBase.__init__(self, device=device)
-        self._engine: Session | None = None
-        self._underway: list[Ticket] = []
-        """Steps that workers may still take after an interrupt."""
+        self._started: EnvWorkers | None = None
+        self._worker_rows: WorkerRows | None = None
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -128,7 +122,7 @@ class ParallelEnv(RowEnv):
             ClosedError: after `close`.
             ConfigError: environments that do not fit together, or that cannot be sent.
         """
-        if self._engine is not None:
+        if self._started is not None:
             return
         self._check_open()
         each, more = divmod(self.num_envs, self.num_workers)
@@ -136,23 +130,18 @@ class ParallelEnv(RowEnv):
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         stream = _stream()
         factories = [
-            EnvWorkerBuilder(
-                tuple(self._factories[part]), tuple(self._kwargs[part]), stream + part.start
-            )
-            for part in self._parts
+            (self._factories[part], self._kwargs[part], stream + part.start) for part in self._parts
         ]
-        engine = self._engine = Session(lambda _: ProcessBackend(self._threads), factories)
+        workers = self._started = EnvWorkers(factories, self._threads, self._timeout)
         try:
-            self._join(engine)
+            self._join(workers)
         except BaseException:
-            self._engine = None
-            engine.close(5.0)
+            self._started = None
+            workers.close(5.0)
             raise
-        # The finalizer must not hold the environment itself, or it would never be collected.
-        self._closing = weakref.finalize(self, engine.close, 5.0)
 
-    def _join(self, engine: Session) -> None:
-        found: list[EnvWorkerInfo] = engine.request_all(m.Call("described"))
+    def _join(self, workers: EnvWorkers) -> None:
+        found = workers.described()
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -160,65 +149,73 @@ class ParallelEnv(RowEnv):
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
+        inner = self._batch[1:].numel()
+        places = workers.share([(part.stop - part.start) * inner for part in self._parts])
         row = self._row = Row(self)
-        row.bind(self._reserve(engine, row.fields))
+        row.bind(workers.reserve(row.fields, 1))
         self._direct = all(info.direct for info in found)
         self._given = row.views
         if self._direct:
             self._given = {key: row.views[key] for key in row.actions}
         self._present = set(self._given)
-        self._carry_out(engine)  # at first, workers only look at the row
+        carries: Sequence[m.WindowRef | None] = [None] * len(found)
+        if all(info.rows == first.rows for info in found) and first.rows is not None:
+            self._worker_rows = WorkerRows(workers, first.rows, self._batch)
+            carries = workers.references(self._worker_rows.carry)
+        rows = workers.references(row.window)
+        shared = zip(places, rows, carries, strict=True)
+        commands = {w: m.Call("share", each) for w, each in enumerate(shared)}
+        workers.session.request_each(dict(commands), CONTROL_S)
 
-    def _reserve(self, engine: Session, fields: Sequence[Field]) -> Window:
-        """Reserve the row, shared with workers: one tensor ``[N, ...]`` per field."""
-        memory = engine.backend.memory
-        if memory is None:
-            raise GleanError("the backend's workers share no memory with the learner")
-        resets, inner = Field(RESETS, (), torch.bool), self._batch[1:]
-        layouts = [
-            Layout((part.stop - part.start, *inner), (resets, *fields)) for part in self._parts
-        ]
-        slab = Slab(layouts, [1] * len(layouts), Order.ENVS)
-        base = memory.reserve(slab.nbytes)
-        raw = np.frombuffer(memory.map(), np.uint8, slab.nbytes, base)
-        workers = range(len(layouts))
-        self._commands = [m.Collect(slab.reference(0, worker, base, 0)) for worker in workers]
-        found = ((view, torch.from_numpy(raw[view.start : view.stop])) for view in slab.views[0])
-        tensors = {view.key: part.view(view.dtype).view(view.shape) for view, part in found}
-        self._resets = tensors[RESETS].numpy()
-        return Window(tensors, self._batch.numel(), 1)
+    @property
+    def rows(self) -> WorkerRows:  # type: ignore[override]  # made at the start
+        """The environments as rows in workers. Internal to the package."""
+        assert self._worker_rows is not None
+        return self._worker_rows
+
+    def is_face(self) -> bool:
+        """Tell whether workers step rows, which a collector can have them do directly."""
+        if not super().is_face():
+            return False
+        self.start()
+        return self._worker_rows is not None
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("the environment was closed; make a new one")
 
     def _close(self) -> None:
-        if self._engine is not None:
-            self._closing.detach()
-            self._engine.close(self._close_s, raise_on_error=True)
+        if self._started is not None:
+            self._started.close(self._close_s, raise_on_error=True)
 
     @contextmanager
-    def _workers(self) -> Iterator[Session]:
-        """Return the engine, after finishing an interrupted step.
+    def _workers(self) -> Iterator[EnvWorkers]:
+        """Return the workers, after finishing an interrupted step.
 
         Ctrl-C comes while workers are waited for. A worker that is lost, or that takes too long,
         ends all: no step could be finished any more.
         """
         self._check_open()
         self.start()
-        assert self._engine is not None
+        assert self._started is not None
         try:
             with Deferred():
-                self._settle(self._engine)
-                yield self._engine
+                self._started.settle()
+                yield self._started
         except (WorkerDied, CollectorTimeout):
             self.is_closed = True
-            self._closing.detach()
-            self._engine.close(1.0)
+            self._started.close(1.0)
             raise
 
+    def _ask(self, commands: Mapping[int, m.Command] | m.Command, seconds: float | None) -> Any:
+        """Carry out one command for each worker, or the same for all; return their values."""
+        with self._workers() as workers:
+            if not isinstance(commands, Mapping):
+                commands = dict.fromkeys(range(self.num_workers), commands)
+            return list(workers.pause().request_each(commands, seconds).values())
+
     def __getstate__(self) -> dict[str, Any]:
-        if self._engine is not None:
+        if self._started is not None:
             raise ConfigError(
                 "a ParallelEnv that has been started cannot be sent to another process; send it "
                 "before its first use, or a callable that makes one"
@@ -236,7 +233,7 @@ class ParallelEnv(RowEnv):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step; return the finished step and the next root data, reset where an episode ended.
 
-        One message to each worker, where `step` and `maybe_reset` take two; those are called where
+        One order to each worker, where `step` and `maybe_reset` take two; those are called where
         a method was replaced.
         """
         if not _STEPPING.kept_by(self):
@@ -254,7 +251,7 @@ class ParallelEnv(RowEnv):
 
         Rows need all inputs; environments with TensorDicts get those that ``data`` have.
         """
-        with self._workers() as engine:
+        with self._workers() as workers:
             given = self._given
             if not self._direct:
                 names = set(data.keys())
@@ -266,40 +263,18 @@ class ParallelEnv(RowEnv):
             write_inputs(data, given, casts=self._direct)
             if given.keys() != self._present:
                 self._present = set(given)
-                engine.request_all(m.Call("take", (tuple(given),)), _CONTROL_S)
-            self._resets.fill(and_reset)
-            self._carry_out(engine)
-
-    def _carry_out(self, engine: Session) -> None:
-        """Have all workers carry out the command in the row; raise the error of the first."""
-        post = engine.send
-        self._underway = tickets = [
-            post(worker, sent) for worker, sent in enumerate(self._commands)
-        ]
-        self._settle(engine)
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
-
-    def _settle(self, engine: Session) -> None:
-        """Wait for the steps under way."""
-        deadline = Deadline(self._timeout)
-        for ticket in self._underway:
-            while ticket.reply is None:
-                if engine.lost:
-                    engine.raise_if_failed()
-                engine.receive_in_time(deadline, self._underway, "finish their step")
-        self._underway = []
+                self._ask(m.Call("take", (tuple(given),)), CONTROL_S)
+            workers.give(STEP, 0, 0, and_reset)
+            workers.settle()
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Have workers reset within the row: all environments, or those in the masks."""
-        with self._workers() as engine:
-            calls: dict[int, m.Command] = {}
-            for worker, part in enumerate(self._parts):
-                own = {key: mask[part] for key, mask in masks.items()}
-                if not masks or any(bool(mask.any()) for mask in own.values()):
-                    calls[worker] = m.Call("restart", (own, options))
-            engine.request_each(calls, self._timeout)
+        calls: dict[int, m.Command] = {}
+        for worker, part in enumerate(self._parts):
+            own = {key: mask[part] for key, mask in masks.items()}
+            if not masks or any(bool(mask.any()) for mask in own.values()):
+                calls[worker] = m.Call("restart", (own, options))
+        self._ask(calls, self._timeout)
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -316,21 +291,16 @@ class ParallelEnv(RowEnv):
         return self._all(m.Call("envs.call", (path, *args), kwargs))
 
     def _all(self, command: m.Command) -> list[Any]:
-        with self._workers() as engine:
-            found = engine.request_all(command, _CONTROL_S)
-        return [value for values in found for value in values]
+        return [value for values in self._ask(command, CONTROL_S) for value in values]
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
-        with self._workers() as engine:
-            each = self.batch_size[1:].numel()
-            firsts = [seed if static else seed + part.start * each for part in self._parts]
-            seeds = {w: m.Seed(first, static) for w, first in enumerate(firsts)}
-            engine.request_each(dict(seeds), _CONTROL_S)
+        each = self.batch_size[1:].numel()
+        firsts = [seed if static else seed + part.start * each for part in self._parts]
+        self._ask({w: m.Seed(first, static) for w, first in enumerate(firsts)}, CONTROL_S)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
-        with self._workers() as engine:
-            found = engine.request_all(m.GetState(), _CONTROL_S)
+        found = self._ask(m.GetState(), CONTROL_S)
         states = [state[f"worker{i}"] for state in found for i in range(len(state))]
         return {f"worker{i}": state for i, state in enumerate(states)}
 
@@ -346,13 +316,12 @@ class ParallelEnv(RowEnv):
             raise ConfigError(
                 f"the state is that of {len(state_dict)} environments, there are {self.num_envs}"
             )
-        with self._workers() as engine:
-            states = {}
-            for worker, part in enumerate(self._parts):
-                envs = enumerate(f"worker{env}" for env in range(part.start, part.stop))
-                own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
-                states[worker] = m.SetState(own, strict)
-            engine.request_each(dict(states), _CONTROL_S)
+        states = {}
+        for worker, part in enumerate(self._parts):
+            envs = enumerate(f"worker{env}" for env in range(part.start, part.stop))
+            own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
+            states[worker] = m.SetState(own, strict)
+        self._ask(states, CONTROL_S)
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"

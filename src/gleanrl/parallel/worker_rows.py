@@ -1,0 +1,142 @@
+"""The rows of a `ParallelEnv`: workers step them in the memory of a collector's rollouts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gleanrl.core import messages as m
+from gleanrl.core.keys import Key, next_key
+from gleanrl.core.layout import Field
+from gleanrl.core.options import GymOptions
+from gleanrl.core.window import Window
+from gleanrl.envs.base import EnvBase
+from gleanrl.envs.parallel_worker import CUT, FINISH, STEP, RowsInfo
+from gleanrl.envs.row_env import EnvRows
+from gleanrl.parallel.env_workers import CONTROL_S, EnvWorkers
+
+
+class WorkerRows(EnvRows):
+    """Environments in workers, which write their steps where a collector wants them.
+
+    Where a window is not in memory that workers map, they write into a copy of it that is.
+    """
+
+    face: EnvBase
+
+    def __init__(self, workers: EnvWorkers, info: RowsInfo, batch: Sequence[int]) -> None:
+        """Step the environments of ``workers`` as one batch of shape ``batch``.
+
+        ``info`` is that of the first worker's part.
+        """
+        self._workers, self.memory = workers, workers.memory
+        self.layout = layout = replace(info.layout, batch_shape=tuple(batch))
+        self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
+        self.can_cut, self._kind = info.can_cut, info.kind
+        flags = [Field(key, g.shape, torch.bool) for g in layout.dones for key in g.keys()]
+        self._seen = [field.key for field in layout.observations]
+        self._given = [field.key for field in layout.actions]
+        after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
+        self._keys = {*self._seen, *self._given, *map(next_key, after)}
+        self._opened = 0
+        self._targets: WeakKeyDictionary[Window, tuple[int, Window]] = WeakKeyDictionary()
+        """By a collector's window: the one that workers write, and its number among theirs."""
+        self.carry = workers.reserve(layout.observations, 1)
+        """Root row ``T`` of a rollout, and what resets show."""
+
+    def joined(
+        self, others: Sequence[Any], face: EnvBase, options: GymOptions | None, fresh: bool
+    ) -> WorkerRows | None:
+        if others:
+            return None
+        rows = copy.copy(self)
+        rows.face = face
+        return rows
+
+    def explain(self) -> str:
+        envs, workers = self.layout.num_envs, self._workers.session.workers
+        return f"{envs} x {self._kind} in {workers} workers, which step them without TensorDicts"
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin(self, window: Window, carry: Window) -> None:
+        super().begin(window, carry)
+        self._number, self._target = self._targets.get(window) or self._open(window)
+        self._last, self._after_last = window.steps - 1, carry
+        if self._target is not window:
+            _copy(window, self._target, self._target.keys())
+
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
+        workers, away = self._workers, self._target is not self._window
+        if away:
+            _copy(self._window, self._target, self._given, t)
+        if cut:
+            workers.cut[list(cut)] = True
+        workers.give(CUT if cut else STEP, self._number, t)
+        ended = workers.settle()
+        if cut:
+            workers.cut[:] = False
+        if away and t < self._last:
+            _copy(self._target, self._window, self._seen, t + 1)
+        return ended
+
+    def finish(self, steps: int) -> None:
+        if steps <= self._last:
+            self._workers.give(FINISH, self._number, steps)
+            self._workers.settle()
+        else:
+            _copy(self.carry, self._after_last, self._seen)
+        if self._target is not self._window:
+            keys = [key for key in self._target.keys() if key not in self._given]
+            _copy(self._target, self._window, keys, slice(0, steps))
+        self.reset_s = self._workers.reset_s
+
+    def _open(self, window: Window) -> tuple[int, Window]:
+        """Tell workers of a new window."""
+        workers, keys = self._workers, [key for key in window.keys() if key in self._keys]
+        target = window
+        if not workers.sees(window):
+            found = {key: window.tensor(key) for key in keys}
+            fields = [Field(key, tuple(t.shape[2:]), t.dtype) for key, t in found.items()]
+            target = workers.reserve(fields, window.steps)
+        references = enumerate(workers.references(target, keys))
+        commands = {index: m.Call("open", (reference,)) for index, reference in references}
+        workers.pause().request_each(dict(commands), CONTROL_S)
+        self._opened += 1
+        self._targets[window] = self._opened, target
+        return self._opened, target
+
+    # -- everything else -------------------------------------------------------------------------
+
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        session = self._workers.pause()
+        _copy(carry, self.carry, self._seen)
+        commands: dict[int, m.Command] = {}
+        for worker, part in enumerate(self._workers.parts):
+            own = [env - part.start for env in part if envs is None or env in envs]
+            if own:
+                commands[worker] = m.Call("restart_rollouts", (own, options))
+        session.request_each(commands, self._workers.timeout)
+        _copy(self.carry, carry, self._seen)
+
+    def seed(self, seed: int, static: bool = False) -> int:
+        return int(self.face.set_seed(seed, static))
+
+    def state(self) -> dict[str, Any]:
+        return self.face.state_dict()
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self.face.load_state_dict(state, strict)
+
+    def close(self) -> None:
+        self.face.close()
+
+
+def _copy(of: Window, to: Window, keys: Iterable[Key], steps: int | slice = slice(None)) -> None:
+    for key in keys:
+        to.tensor(key)[:, steps] = of.tensor(key)[:, steps]
