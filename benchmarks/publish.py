@@ -29,7 +29,7 @@ from benchmarks.picture import Group, markdown, spread, times
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = Path(__file__).with_name("published")
 PICTURES = ROOT / "docs" / "pictures"
-SUITES = ("single", "multi", "distributed", "ray", "training_rates")
+SUITES = ("single", "multi", "central", "distributed", "ray", "training_rates")
 _MARKED = re.compile(r"(<!-- figures: (\S+)(?: only ([^>]*?))? -->\n)(.*?)(<!-- end -->)", re.S)
 
 

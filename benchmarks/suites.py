@@ -37,6 +37,7 @@ SUITES = {
     "multi": Suite("cases.workers", "multi", 7, 1.0),
     "distributed": Suite("cases.workers", "distributed", 7, 1.0),
     "ray": Suite("cases.workers", "ray", 7, 1.0),
+    "central": Suite("cases.central", "all_cases", 7, 3.0),
     "gpu": Suite("cases.gpu", "all_cases", 7, 1.0),
     "replay": Suite("cases.replay", "all_cases", 9, 0.3),
     "training_rates": Suite("cases.training_rates", "all_cases", 7, 3.0),

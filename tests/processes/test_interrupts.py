@@ -11,7 +11,8 @@ import rig
 import gleanrl
 from gleanrl import ClosedError, MultiAsyncCollector, MultiSyncCollector, ParallelEnv, SerialEnv
 
-PARTS = tuple(str(Path(gleanrl.__file__).parent / part) for part in ("engine", "rollout", "memory"))
+RINGS = "engine", "rollout", "memory", "parallel"
+PARTS = tuple(str(Path(gleanrl.__file__).parent / ring) for ring in RINGS)
 TURNS = "turns.py"
 """Python handles signals neither before a ``with`` leaves an interpreter's lock nor right after it
 was entered; a trace function is called there, too."""
@@ -50,11 +51,16 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
+def central(envs, **options):
+    """Make a collector with central inference over two groups of environments."""
+    return MultiSyncCollector(envs, num_envs=2, inference="central", env_groups=2, **options)
+
+
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector, central])
 def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind):
     """At every eleventh line; each collector ends, and nothing of it stays."""
     envs = [rig.counting(0), rig.counting(1)]
-    frames = FRAMES * (2 if kind is MultiSyncCollector else 1)
+    frames = FRAMES * (1 if kind is MultiAsyncCollector else 2)
     line, interrupted, closed, at = 1, 0, 0, None
     while at is None or at.left <= 0:
         collector = kind(envs, frames_per_batch=frames, total_frames=-1)

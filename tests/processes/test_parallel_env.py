@@ -88,6 +88,9 @@ class Walk(gym.Env):
     def pid(self):
         return os.getpid()
 
+    def twice(self, seconds):
+        return 2 * seconds
+
 
 def transformed():
     return TransformedEnv(TorchRLGymEnv("CartPole-v1"), Compose(StepCounter(7), RewardSum()))
@@ -497,6 +500,7 @@ def test_nothing_is_left_behind():
 def test_attributes_and_methods_of_environments_can_be_reached(make):
     with make(2, Walk, create_env_kwargs=[{"at": 1}, {"at": 2}]) as env:
         assert env.get_attr("members[0].unwrapped.at") == [1, 2]
+        assert env.call("members[0].unwrapped.twice", seconds=3) == [6, 6]
         pids = env.call(PID)
         assert (os.getpid() in pids) is (make is SerialEnv)
         with pytest.raises(AttributeError, match="nothing"):
@@ -688,7 +692,7 @@ def test_an_error_in_a_collectors_rollout_names_the_worker():
     env = ParallelEnv(2, acting(fail))
     with Collector(env, frames_per_batch=2, total_frames=-1) as collector:
         with pytest.raises(LookupError, match=r"(?s)worker 1 raised .*in the simulator"):
-            collector.rollout(), collector.rollout()
+            list(itertools.islice(collector, 100))  # until an episode has two steps
         assert env.is_closed
 
 

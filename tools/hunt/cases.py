@@ -189,6 +189,8 @@ EXCUSED = {
     "compile_policy": "compiling takes seconds; tests/unit/test_policies_equal.py has it",
     "cudagraph_policy": "needs a CUDA device",
     "weight_recv_schemes": "concerns collectors inside workers, tests/processes/test_nested.py",
+    "inference": "tests/processes/test_central.py compares it with one process",
+    "env_groups": "is for central inference, tests/processes/test_central.py",
     "slurm_kwargs": "needs Slurm, tests/distributed/test_launchers.py",
     "tcp_port": "ports of this machine are not the hunt's to choose",
     "replay_buffer_chunk": "another name of extend_buffer",

@@ -50,8 +50,8 @@ aSyncDataCollector = AsyncCollector
 __getattr__ = refuse(
     __name__,
     {
-        "AsyncBatchedCollector": "use MultiAsyncCollector, with num_envs= environments in every "
-        "worker, which the policy acts in at once",
+        "AsyncBatchedCollector": "use MultiSyncCollector with inference='central': its policy acts "
+        "in the environments of all workers at once",
         "LLMCollector": "use TorchRL's collectors for language models",
     },
 )

@@ -130,6 +130,12 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "init_fn": "A function that every worker calls first.",
         "num_threads": "torch threads of this process while workers run; by default their present "
         "number less one per worker.",
+        "inference": 'The place of the policy. ``"workers"``: each worker has a copy. '
+        '``"central"``: the policy of this process acts in the environments of all workers at '
+        "once, and workers only step environments; synchronous collectors over processes.",
+        "env_groups": "With central inference, parts of the environments that take turns: while "
+        "one part steps, the policy acts in another. 2 pays if a call of the policy takes about as "
+        "long as a worker's steps. A batch has the first part's environments first.",
         "num_sub_threads": "torch threads of each worker.",
         "preemptive_threshold": "Share of the workers that finish their rollouts. The collector "
         "then stops the others, and a mask marks the steps that they did not reach. If the share "

@@ -96,6 +96,8 @@ class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
+    inference: Annotated[str, "workers"]
+    env_groups: Annotated[int, 1]
     use_buffers: Annotated[bool | None, None]
     replay_buffer_chunk: Annotated[bool | None, None]
     local_init_rb: Annotated[bool | None, None]

@@ -134,7 +134,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._background = collection.filling
             self._questions = (
                 Questions(weakref.proxy(self), lambda: engine.turn(None))
-                if plan.in_process
+                if plan.in_process and not plan.central
                 else QuestionsToWorkers(engine, self.replay_buffer, plan.fills)
             )
             self.weight_updater = plan.updater

@@ -140,8 +140,6 @@ def serve_worker(options: SourceOptions, worker: int) -> WorkerSource:
 class WorkerSource:
     """A source with a worker's collector: its hooks see rollouts, paths start at it."""
 
-    memory = None
-
     def __init__(self, source: Source, collector: WorkerCollector) -> None:
         """Serve ``source`` as ``collector``."""
         self._source, self.collector = source, collector
@@ -218,8 +216,6 @@ class RolloutTarget(Protocol):
 
 class FillingSource:
     """A source that delivers into a buffer and reports counts."""
-
-    memory = None
 
     def __init__(self, source: Source, pipeline: Pipeline | RolloutTarget) -> None:
         """Serve ``source``; first write its rollouts into this worker's own memory."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
 from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.central import central_plan, read_inference
 from gleanrl.collectors.class_of_backend import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
@@ -17,7 +18,7 @@ from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.session import MakeBackend
-from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.inline import InlineBackend, InterleavedBackend
 from gleanrl.transport.process import ProcessBackend
 
 
@@ -59,6 +60,13 @@ class MultiCollector(BaseCollector):
         super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
+        if read_inference(arguments, self._sync):
+            plan = central_plan(arguments, functions)
+            stop = stop_byte(plan.interruptor)
+            several = len(plan.factories) > 1
+            backend = InterleavedBackend if several else InlineBackend
+            self._start(plan, lambda windows: backend(windows, stop))
+            return
         kind = arguments["collector_class"]
         make = _make_backend(
             arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]

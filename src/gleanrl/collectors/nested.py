@@ -116,8 +116,6 @@ class NestedSource:
     do those that differ from what was announced, and those of collectors that are not ours.
     """
 
-    memory = None
-
     def __init__(self, collector: Any, streams: Streams) -> None:
         """Take over ``collector``; it draws random numbers in this process from ``streams``."""
         self.collector = collector

@@ -28,7 +28,7 @@ def state_of(collection: Collection) -> dict[str, Any]:
         collection.finish_filling()  # the state counts every row that is in the buffer
         states = engine.request_all(m.GetState())
         policies = (
-            [collection.weights.models.policy_state()]
+            [collection.weights.models.policy_state()] * engine.workers
             if in_process
             else engine.request_all(m.Call("policy_state"))
         )

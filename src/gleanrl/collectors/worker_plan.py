@@ -61,6 +61,7 @@ class WorkerPlan:
         collector_class: Any = None,
         serve: Serve = serve_rollouts,
         in_process: bool = False,
+        central: bool = False,
         remote: bool = False,
         kwargs: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -73,7 +74,8 @@ class WorkerPlan:
             collector_class: The class of the whole collector in each worker, ``None`` for none.
             serve: Returns the function that builds the source of one worker, of this plan, the
                 worker's settings, and the arguments of its whole collector (``None`` for none).
-            in_process: Whether the only worker is in this process, with the user's own objects.
+            in_process: Whether workers are in this process, with the user's own objects.
+            central: Whether these workers are groups of environments in other processes.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
 
@@ -85,6 +87,7 @@ class WorkerPlan:
         self.arguments, self.policy = arguments, arguments["policy"]
         self.functions, self.collector_class, self._serve = functions, collector_class, serve
         self.sync, self.in_process, self.remote = sync, in_process, remote
+        self.central = central
         self._kwargs = kwargs or [{}] * count
         if not remote:
             envs = arguments["num_envs"]

@@ -168,6 +168,21 @@ class GymOptions:
     observation_dtype: torch.dtype | None = None
     info_keys: InfoKeys = ()
 
+    def check_unused(self, env: Any) -> None:
+        """Check that nothing is asked of ``env``, which stores its data as it wants.
+
+        Raises:
+            ConfigError: something is.
+        """
+        for part in fields(GymOptions):
+            value = getattr(self, part.name)
+            if (tuple(value) if part.name == "info_keys" else value) != part.default:
+                raise ConfigError(
+                    f"{part.name} ({value}) is for Gymnasium environments; a "
+                    f"{type(env).__name__} decides itself: have it give and take what you want, "
+                    "or drop this argument"
+                )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOptions(GymOptions):

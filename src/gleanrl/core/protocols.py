@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -102,6 +102,15 @@ class Env(EnvBatch, Protocol):
         ended and were reset (unless ``resets`` is false); an empty sequence almost always.
         """
 
+    def post(self, t: int, cut: Sequence[int]) -> None:
+        """Begin step ``t`` like `step`; `complete` has to follow.
+
+        Environments in other processes take the step meanwhile.
+        """
+
+    def complete(self, t: int) -> Sequence[int]:
+        """Wait for the end of step ``t``; return what `step` returns."""
+
 
 class Pool(EnvBatch, Protocol):
     """Environments whose automatic reset costs a step of its own.
@@ -156,10 +165,6 @@ class Policy(Protocol):
 class Source(Protocol):
     """The object that a worker serves."""
 
-    @property
-    def memory(self) -> SharedMemory | None:
-        """Where its windows should lie if its worker is in the learner's process."""
-
     def layout(self) -> Layout | None:
         """Describe one step, or ``None`` if rollouts travel as payloads."""
 
@@ -192,6 +197,19 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release everything. Idempotent."""
+
+
+class InlineSource(Source, Protocol):
+    """A source in the learner's process, whose environments may be in other processes."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where windows should lie so that these processes can write them."""
+
+    def collecting(
+        self, window: Window, steps: int, stop: Stop, random: bool
+    ) -> Generator[None, None, Report]:
+        """Collect like `collect`, but yield while environments in other processes step."""
 
 
 SourceFactory: TypeAlias = Callable[[int], Source]

@@ -36,7 +36,7 @@ _USUAL_SCHEME = SharedMemWeightSyncScheme()
 
 
 class Models:
-    """Publishes weights to the worker of an in-process engine.
+    """Publishes weights to the workers of an in-process engine.
 
     A model that runs as the user's own object has nothing to copy: optimizer steps show at the next
     rollout. Only the version moves.
@@ -90,8 +90,8 @@ class Models:
         return shapes
 
     def chosen(self, worker_ids: Any) -> list[int]:
-        """Return the only worker, whatever a weight updater calls it."""
-        return [0]
+        """Return all workers, whatever a weight updater calls them: one policy runs for all."""
+        return list(range(self._session.workers))
 
     def deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
         """Publish weights by model id, all or none; ``None`` takes the learner's policy's.
@@ -134,8 +134,8 @@ class Models:
                 models[model_id] = weights_of(source)
                 if not models[model_id] and source is self.policy:
                     warn_of_no_weights(source)
-        self._session.request(0, m.Load(m.Snapshot(number, models)))
-        return [0]
+        self._session.request_all(m.Load(m.Snapshot(number, models)))
+        return self.chosen(None)
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""

@@ -108,16 +108,7 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     rows = rows_of(env, options.storing(), fresh)
     if isinstance(rows, GymnasiumEnv):
         return rows
-    for name, value, usual in (
-        ("observation_dtype", options.observation_dtype, None),
-        ("info_keys", tuple(options.info_keys), ()),
-        ("categorical_action_encoding", options.categorical_action_encoding, True),
-    ):
-        if value != usual:
-            raise ConfigError(
-                f"{name} ({value}) is for Gymnasium environments; a {type(env).__name__} decides "
-                "itself: have it give and take what you want, or drop this argument"
-            )
+    options.storing().check_unused(env)
     if rows is not None:
         return rows
     if options.env_device is not None and env.device != options.env_device:

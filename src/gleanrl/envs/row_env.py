@@ -36,6 +36,7 @@ class EnvRows(Env):
     face: EnvBase | None = None
     """The user's environment, if these rows were taken out of it."""
     _window: Window
+    _ended: Sequence[int]
 
     @property
     def inner(self) -> Any:
@@ -77,6 +78,14 @@ class EnvRows(Env):
                 "before, or pass fast=False"
             )
         self._window = window
+
+    def post(self, t: int, cut: Sequence[int]) -> None:
+        """Take step ``t``, because these environments are in this process."""
+        self._ended = self.step(t, cut)
+
+    def complete(self, t: int) -> Sequence[int]:
+        """Return the environments that ended in the step that was posted."""
+        return self._ended
 
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""

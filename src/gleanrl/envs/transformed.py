@@ -57,12 +57,18 @@ class TransformedRows(EnvRows):
         self._why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
-        self.action_specs = {f.key: _Drawn(self, f) for f in self.layout.actions}
+        self._drawn = {f.key: _Drawn(self, f) for f in self.layout.actions}
+        self.action_specs = dict(self._drawn)
 
     @property
     def stepped_plainly(self) -> bool:
         """Whether the environment is stepped by its own methods."""
         return bool(self._why)
+
+    def own_specs(self) -> dict[Key, Spec] | None:
+        """Return specs of actions that do without this environment; ``None`` if there are none."""
+        specs = {key: drawn.own for key, drawn in self._drawn.items() if drawn.own is not None}
+        return specs if len(specs) == len(self._drawn) else None
 
     def own_spec(self, key: Key) -> Spec | None:
         """Return the spec of an action that the Gymnasium environments' space declares."""
@@ -226,18 +232,18 @@ class _Drawn:
     def __init__(self, rows: TransformedRows, field: Field) -> None:
         self._rows, self._key, self._envs = rows, field.key, rows.layout.num_envs
         self.shape, self.dtype = torch.Size(field.shape), field.dtype
-        self._own: Spec | None = None
+        self.own: Spec | None = None
         own = rows.own_spec(field.key)
-        self._own = own if own is not None and self._draws_alike(own) else None
+        self.own = own if own is not None and self._draws_alike(own) else None
 
     @property
     def stepwise(self) -> bool:
-        return self._own is not None
+        return self.own is not None
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw actions of all members, ``shape`` is ``(P,)`` or ``(T, P)``."""
-        if self._own is not None and not self._rows.stepped_plainly:
-            return self._own.rand(shape)
+        if self.own is not None and not self._rows.stepped_plainly:
+            return self.own.rand(shape)
         draws = range(math.prod(shape) // self._envs)
         drawn = [self._rows.handle.env.rand_action().get(self._key) for _ in draws]
         return torch.stack(drawn).reshape(*shape, *self.shape)

@@ -11,17 +11,16 @@ import contextlib
 import os
 import select
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
 
+from gleanrl.core.platforms import naming_limits
 from gleanrl.memory.shared import FileAddress
 
 _CODE_BITS = 8
 _READ = 1 << 16
-_SPIN_S = 1e-4
-_Poll: TypeAlias = Callable[[float], list[tuple[int, int]]]
+_SPIN_S, _SOON_S = 1e-4, 4e-4
+"""Seconds of a busy wait, and of a wait after which the next one is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,23 @@ class Pulses:
     """The ends of the process that wakes ``workers`` workers and waits for their answers."""
 
     def __init__(self, workers: int) -> None:
-        """Make the pipes, all of whose ends this process has until `opened`."""
-        pipes = [os.pipe() for _ in range(workers)]
-        answers, back = os.pipe()
-        self._orders = [write for _, write in pipes]
-        self._answers = answers
-        self._theirs = [*(read for read, _ in pipes), back]
-        self._arrived = _polling(answers)
-        self._closing = weakref.finalize(self, _close, self._orders, [answers], self._theirs)
+        """Make the pipes, all of whose ends this process has until `opened`.
+
+        Raises:
+            ConfigError: this process may not open that many files.
+        """
+        self._orders, self._theirs, own = list[int](), list[int](), list[int]()
+        self._closing = weakref.finalize(self, _close, self._orders, own, self._theirs)
         self._closing.atexit = False
+        with naming_limits():
+            for _ in range(workers):
+                read, write = os.pipe()
+                self._theirs.append(read)
+                self._orders.append(write)
+            self._answers, back = os.pipe()
+        own.append(self._answers)
+        self._theirs.append(back)
+        self._arrival = _Arrival(self._answers)
 
     def address(self, worker: int) -> PulseAddress:
         """Return the address of the ends of ``worker``."""
@@ -64,7 +71,7 @@ class Pulses:
 
     def wait(self, milliseconds: float) -> bool:
         """Tell whether an answer is there within so many ``milliseconds``."""
-        return _spun(self._arrived) or bool(self._arrived(milliseconds))
+        return self._arrival.wait(milliseconds)
 
     def take(self) -> list[tuple[int, int]]:
         """Return all answers that are there: workers and codes."""
@@ -91,12 +98,12 @@ class PulseEnds:
         """
         self._orders = address.orders.open(os.O_RDONLY)
         self._answers = address.answers.open(os.O_WRONLY)
-        self._arrived = _polling(self._orders)
+        self._arrival = _Arrival(self._orders)
         self._worker = address.worker << _CODE_BITS
 
     def wait(self) -> int:
         """Wait for the next code; 0 when the other process has stopped or ended."""
-        _spun(self._arrived)
+        self._arrival.wait()
         found = os.read(self._orders, 1)
         return found[0] if found else 0
 
@@ -105,23 +112,32 @@ class PulseEnds:
         os.write(self._answers, (self._worker | code).to_bytes(4, "little"))
 
 
-def _polling(fd: int) -> _Poll:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return poller.poll
+class _Arrival:
+    """Waits for bytes in a pipe: busily, if the last wait was short.
 
-
-def _spun(arrived: _Poll) -> bool:
-    """Tell whether a pulse comes soon; whoever else wants this core gets it meanwhile.
-
-    To wake a sleeping core takes some 50 us, which is as long as a step of small environments.
+    To wake a sleeping core takes some 50 us, which is as long as a step of small environments. A
+    process that runs on this core gets it meanwhile.
     """
-    end = perf_counter() + _SPIN_S
-    while not arrived(0):
-        if perf_counter() > end:
-            return False
-        os.sched_yield()
-    return True
+
+    def __init__(self, fd: int) -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        self._poll, self._short = poller.poll, True
+
+    def wait(self, milliseconds: float | None = None) -> bool:
+        """Tell whether there is something within so many ``milliseconds``."""
+        poll, began = self._poll, perf_counter()
+        if self._short:
+            end = began + _SPIN_S
+            while not poll(0):
+                if perf_counter() > end:
+                    break
+                os.sched_yield()
+            else:
+                return True
+        found = bool(poll(milliseconds))
+        self._short = perf_counter() - began < _SOON_S
+        return found
 
 
 def _close(*groups: list[int]) -> None:

@@ -102,7 +102,9 @@ class SharedMemory:
         self.fd = anonymous_file() if fd is None else fd
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._closing.atexit = False
-        self._mappings: list[mmap.mmap] = []
+        self._mapping: mmap.mmap | None = None
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        """The newest mapping, and older ones that something points into."""
 
     @property
     def nbytes(self) -> int:
@@ -132,11 +134,12 @@ class SharedMemory:
     def map(self) -> mmap.mmap:
         """Return a mapping of the whole file; the same object until the file has grown."""
         size = self.nbytes
-        if not self._mappings or len(self._mappings[-1]) < size:
+        if self._mapping is None or len(self._mapping) < size:
             with naming_limits():
-                self._mappings.append(mmap.mmap(self.fd, size))
-            use_huge_pages(self._mappings[-1])
-        return self._mappings[-1]
+                self._mapping = mmap.mmap(self.fd, size)
+            self._mappings.add(self._mapping)
+            use_huge_pages(self._mapping)
+        return self._mapping
 
     def offset_of(self, address: int) -> int | None:
         """Return the offset of what a mapping has at ``address``; ``None`` if that is elsewhere."""

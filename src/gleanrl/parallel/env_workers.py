@@ -1,4 +1,4 @@
-"""The workers of a `ParallelEnv`, their commands, and the pulses with which they step."""
+"""Workers with environments: their start, commands and pulses, and the groups that step at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import itertools
 import os
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 import numpy as np
+import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import Field, Layout
+from gleanrl.core.options import GymOptions
+from gleanrl.core.platforms import naming_limits, require_linux
 from gleanrl.core.window import Array, Window
 from gleanrl.engine.session import Session, Ticket
-from gleanrl.envs import parallel_worker as worker
 from gleanrl.envs.factory import EnvFactory
-from gleanrl.envs.parallel_worker import EnvWorkerBuilder, EnvWorkerInfo, SharedPlaces
+from gleanrl.envs.parallel_group import SharedPlaces
+from gleanrl.envs.parallel_worker import (
+    ENDED,
+    FAILED,
+    GROUP_BITS,
+    LEAVE,
+    EnvWorkerBuilder,
+)
 from gleanrl.memory.arena import Slab, map_window
 from gleanrl.memory.pulses import Pulses
 from gleanrl.memory.shared import SharedMemory
@@ -31,209 +41,141 @@ CONTROL_S = 60.0
 """Seconds that a command other than a step may take."""
 _LOOK_MS = 50
 """Milliseconds of silence after which the workers are looked at."""
+_MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
+_made = itertools.count()
+
+
+@dataclass
+class EnvWorkersPlan:
+    """What workers are made of; several `ParallelEnv`s that share them are groups in it."""
+
+    storing: GymOptions
+    """How data of Gymnasium environments are stored."""
+    threads: int
+    """torch threads of each worker."""
+    timeout: float | None
+    """Seconds that a step may take."""
+    groups: list[Sequence[Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
+        default_factory=list
+    )
+    """Per group and worker, callables that make environments, and their arguments."""
+    started: EnvWorkers | None = None
+
+    def start(self) -> EnvWorkers:
+        """Start the workers, at the first call."""
+        if self.started is None:
+            self.started = EnvWorkers(self)
+        return self.started
 
 
 class EnvWorkers:
-    """Processes with environments, which step all at once.
+    """Processes with environments.
 
-    Between two commands, workers are in `EnvWorker.serve`, where a pulse has them step.
+    Between two commands, workers are in `EnvWorker.serve`, where a pulse has a group step.
     """
 
-    def __init__(
-        self,
-        factories: Sequence[tuple[Sequence[EnvFactory], Sequence[Mapping[str, Any]], int]],
-        threads: int,
-        timeout: float | None,
-    ) -> None:
-        """Start the workers.
+    def __init__(self, plan: EnvWorkersPlan) -> None:
+        """Start the workers."""
+        require_linux("workers in other processes")
+        dealt, stream = list(zip(*plan.groups, strict=True)), _stream()
+        self.timeout, self.count = plan.timeout, len(dealt)
+        self.pulses = Pulses(self.count)
+        try:
+            with naming_limits():
+                self.memory = SharedMemory()
+            self.session = Session(
+                lambda _: ProcessBackend(plan.threads),
+                [self._builder(plan, index, groups, stream) for index, groups in enumerate(dealt)],
+            )
+        except BaseException:
+            self.pulses.close()
+            raise
+        self.pulses.opened()
+        self._owner = os.getpid()
+        self._serving: list[Ticket] = []
+        self.groups = [WorkerGroup(self, number) for number in range(len(plan.groups))]
+        self._closing = weakref.finalize(self, _close, self.pulses, self.session, 5.0, False)
+
+    def _builder(
+        self, plan: EnvWorkersPlan, index: int, groups: Sequence[Any], stream: int
+    ) -> EnvWorkerBuilder:
+        """Return the function that makes worker ``index``."""
+        factories, kwargs = zip(*itertools.chain(*groups), strict=True)
+        return EnvWorkerBuilder(
+            factories,
+            kwargs,
+            tuple(map(len, groups)),
+            plan.storing,
+            stream + index,
+            self.memory,
+            self.pulses.address(index),
+        )
+
+    # -- pulses ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Have all workers wait for orders, if they do not already."""
+        if not self._serving:
+            self._check_usable()
+            workers = range(self.count)
+            self._serving = [self.session.send(index, m.Call("serve")) for index in workers]
+
+    def take_answers(self, began: float) -> None:
+        """Wait for answers, and give them to their groups.
 
         Args:
-            factories: Per worker, callables that make its environments, their arguments, and the
-                seed of its random streams.
-            threads: torch threads of each.
-            timeout: Seconds that a step may take.
-        """
-        count = len(factories)
-        self.memory, self._pulses, self.timeout = SharedMemory(), Pulses(count), timeout
-        builders = [
-            EnvWorkerBuilder(
-                tuple(makes), tuple(kwargs), stream, self.memory, self._pulses.address(index)
-            )
-            for index, (makes, kwargs, stream) in enumerate(factories)
-        ]
-        try:
-            self.session = Session(lambda _: ProcessBackend(threads), builders)
-        except BaseException:
-            self._pulses.close()
-            raise
-        self._pulses.opened()
-        self._owner = os.getpid()
-        self._serving: dict[int, Ticket] = {}
-        self._pending: set[int] = set()
-        """Workers that owe an answer."""
-        self._failed: list[int] = []
-        self._some_ended = False
-        self._closing = weakref.finalize(self, _close, self._pulses, self.session, 5.0, False)
-
-    def described(self) -> list[EnvWorkerInfo]:
-        """Return each worker's description of its environments."""
-        found: list[EnvWorkerInfo] = self.session.request_all(m.Call("described"))
-        return found
-
-    # -- memory ----------------------------------------------------------------------------------
-
-    def share(self, envs: Sequence[int]) -> list[SharedPlaces]:
-        """Reserve what workers with so many ``envs`` share with this process besides windows."""
-        ends = [0, *itertools.accumulate(envs)]
-        self.parts = [range(*pair) for pair in itertools.pairwise(ends)]
-        """Each worker's rows."""
-        workers, total = len(envs), sum(envs)
-        base = self.memory.reserve(32 * workers + 2 * total)
-        found = self.memory.map()
-        small = np.frombuffer(found, np.int64, 4 * workers, base).reshape(workers, 4)
-        self._orders = small[:, :3]
-        self._reset_s = small[:, 3].view(np.float64)
-        flags = base + 32 * workers
-        self.cut: Array = np.frombuffer(found, np.bool_, total, flags)
-        """Per environment, whether the next step truncates it."""
-        self._ended: Array = np.frombuffer(found, np.bool_, total, flags + total)
-        places = []
-        for index, part in enumerate(self.parts):
-            at, cut = base + 32 * index, flags + part.start
-            places.append(SharedPlaces(at, at + 24, cut, cut + total, len(part)))
-        return places
-
-    def reserve(self, fields: Iterable[Field], steps: int) -> Window:
-        """Return a window of all environments that workers can map."""
-        slab = Slab([Layout((self.parts[-1].stop,), tuple(fields))], [steps])
-        base = self.memory.reserve(slab.nbytes)
-        return map_window(self.memory.map(), slab.reference(0, 0, base, 0))
-
-    def sees(self, window: Window) -> bool:
-        """Tell whether all of ``window`` is in the memory."""
-        tensors = map(window.tensor, window.keys())
-        return all(self.memory.offset_of(tensor.data_ptr()) is not None for tensor in tensors)
-
-    def references(self, window: Window, keys: Collection[Key] | None = None) -> list[m.WindowRef]:
-        """Return each worker's part of ``window``, a window in the memory: entries ``keys``."""
-        found = [(key, window.tensor(key)) for key in keys or window.keys()]
-        starts = [self.memory.offset_of(tensor.data_ptr()) for _, tensor in found]
-        references = []
-        for index, part in enumerate(self.parts):
-            blocks = []
-            for (key, tensor), start in zip(found, starts, strict=True):
-                assert start is not None, "not in the memory of workers"
-                env, time = (tensor.itemsize * stride for stride in tensor.stride()[:2])
-                field = Field(key, tuple(tensor.shape[2:]), tensor.dtype)
-                blocks.append(m.Block(field, start + part.start * env, env, time))
-            references.append(m.WindowRef(0, index, len(part), window.steps, tuple(blocks)))
-        return references
-
-    @property
-    def reset_s(self) -> float:
-        """Seconds in resets, of the worker that spent most."""
-        return float(self._reset_s.max())
-
-    # -- orders ----------------------------------------------------------------------------------
-
-    def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
-        """Give all workers an order; `settle` has to follow.
+            began: The moment at which the wait began.
 
         Raises:
-            ClosedError: after `close`, or in a forked child.
-        """
-        if t == 0:
-            self._check_usable()
-        if len(self._serving) < len(self._orders):
-            self._enter()
-        self._orders[:] = window, t, resets
-        send = self._pulses.send
-        for index in self._serving:
-            send(index, order)
-        self._pending.update(self._serving)
-
-    def settle(self) -> list[int]:
-        """Wait for the answers that are due; return the environments that ended.
-
-        Raises:
-            WorkerError: an exception in a worker.
             WorkerDied: a worker ended.
             CollectorTimeout: a step took longer than the timeout.
         """
-        pending, pulses = self._pending, self._pulses
-        if pending:
-            began = monotonic()
-            while pending:
-                if not interruptible(pulses.wait, _LOOK_MS):
-                    self._look(began)
-                    continue
-                for index, answer in pulses.take():
-                    pending.discard(index)
-                    self._some_ended |= answer == worker.ENDED
-                    if answer == worker.FAILED:
-                        self._failed.append(index)
-        if self._failed:
-            self._raise_failed()
-        if not self._some_ended:
-            return _NOTHING
-        self._some_ended = False
-        ended: list[int] = np.flatnonzero(self._ended).tolist()
-        self._ended[ended] = False
-        return ended
+        if not interruptible(self.pulses.wait, _LOOK_MS):
+            self._look(began)
+            return
+        for index, answer in self.pulses.take():
+            self.groups[answer >> GROUP_BITS].answered(index, answer & _MASK)
 
     def _look(self, began: float) -> None:
         """Look at workers that are late, since the moment ``began``."""
         session, now = self.session, monotonic()
-        for index in range(session.workers):  # while a worker serves, pulses are its replies
-            since = began if index in self._pending else now
+        late = sorted({index for group in self.groups for index in group.pending})
+        for index in range(self.count):  # while a worker serves, pulses are its replies
+            since = began if index in late else now
             session.last_reply[index] = max(session.last_reply[index], since)
         session.receive_available()
         session.warn_silent()
         deadline = Deadline(self.timeout, began)
         if deadline.expired:
-            session.give_up(sorted(self._pending), "finish their step", deadline)
-        try:
-            session.raise_if_failed()
-        except (WorkerDied, CollectorTimeout):
-            self.close(1.0)
-            raise
+            session.give_up(late, "finish their step", deadline)
+        self._check_alive()
 
-    def _raise_failed(self) -> None:
-        """Raise the exception of the first worker that failed; all others have stepped."""
-        failed, self._failed = sorted(self._failed), []
-        tickets = [self._serving.pop(index) for index in failed]
-        self._await(tickets)
-        for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
-
-    def _enter(self) -> None:
-        """Have all workers wait for orders."""
-        for index in range(self.session.workers):
-            if index not in self._serving:
-                self._serving[index] = self.session.send(index, m.Call("serve"))
-
-    def pause(self) -> Session:
-        """Have all workers wait for commands, after what is under way; return their session."""
-        self._check_usable()
-        self.settle()
-        for index in self._serving:
-            self._pulses.send(index, worker.LEAVE)
-        tickets, self._serving = list(self._serving.values()), {}
-        self._await(tickets)
-        return self.session
-
-    def _await(self, tickets: Sequence[Ticket]) -> None:
-        deadline = Deadline(CONTROL_S)
-        for ticket in tickets:
-            while ticket.due:
-                self.session.receive_in_time(deadline, [ticket], "end their step")
+    def _check_alive(self) -> None:
         try:
             self.session.raise_if_failed()
         except (WorkerDied, CollectorTimeout):
             self.close(1.0)
             raise
+
+    def pause(self) -> Session:
+        """Have all workers wait for commands, after what is under way; return their session.
+
+        Raises:
+            ClosedError: after `close`, or in a forked child.
+        """
+        self._check_usable()
+        for group in self.groups:
+            group.wait()
+        for index in range(self.count) if self._serving else ():
+            self.pulses.send(index, LEAVE)
+        tickets, self._serving = self._serving, []
+        deadline = Deadline(CONTROL_S)
+        for ticket in tickets:
+            while ticket.due:
+                self.session.receive_in_time(deadline, [ticket], "end their step")
+        self._check_alive()
+        return self.session
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -249,7 +191,14 @@ class EnvWorkers:
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End all workers within ``timeout`` seconds. Idempotent."""
         if self._closing.detach() is not None:
-            _close(self._pulses, self.session, timeout, raise_on_error)
+            _close(self.pulses, self.session, timeout, raise_on_error)
+
+
+def _stream() -> int:
+    """Return the seed of workers' random streams, without drawing from the learner's."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)
 
 
 def _close(pulses: Pulses, session: Session, timeout: float, raise_on_error: bool) -> None:
@@ -258,3 +207,146 @@ def _close(pulses: Pulses, session: Session, timeout: float, raise_on_error: boo
         session.close(timeout, raise_on_error=raise_on_error)
     finally:
         pulses.close()
+
+
+class WorkerGroup:
+    """The environments of all workers that step at once."""
+
+    parts: Sequence[range]
+    """Each worker's environments, among those of the group."""
+    cut: Array
+    """Per environment, whether the next step truncates it."""
+
+    def __init__(self, workers: EnvWorkers, number: int) -> None:
+        """Be group ``number`` of ``workers``."""
+        self.workers, self._number = workers, number
+        self.pending: set[int] = set()
+        """Workers that owe an answer."""
+        self._failed: list[int] = []
+        self._some_ended = False
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def share(self, envs: Sequence[int]) -> list[SharedPlaces]:
+        """Reserve what workers with so many ``envs`` share with this process besides windows."""
+        ends = [0, *itertools.accumulate(envs)]
+        self.parts = [range(*pair) for pair in itertools.pairwise(ends)]
+        count, total = len(envs), sum(envs)
+        base = self.workers.memory.reserve(32 * count + 2 * total)
+        found = self.workers.memory.map()
+        small = np.frombuffer(found, np.int64, 4 * count, base).reshape(count, 4)
+        self._orders = small[:, :3]
+        self._reset_s = small[:, 3].view(np.float64)
+        flags = base + 32 * count
+        self.cut = np.frombuffer(found, np.bool_, total, flags)
+        self._ended: Array = np.frombuffer(found, np.bool_, total, flags + total)
+        places = []
+        for index, part in enumerate(self.parts):
+            at, cut = base + 32 * index, flags + part.start
+            places.append(SharedPlaces(at, at + 24, cut, cut + total, len(part)))
+        return places
+
+    def reserve(self, fields: Iterable[Field], steps: int) -> Window:
+        """Return a window of all environments that workers can map."""
+        memory = self.workers.memory
+        slab = Slab([Layout((self.parts[-1].stop,), tuple(fields))], [steps])
+        base = memory.reserve(slab.nbytes)
+        return map_window(memory.map(), slab.reference(0, 0, base, 0))
+
+    def sees(self, window: Window) -> bool:
+        """Tell whether all of ``window`` is in the memory."""
+        tensors, offset_of = map(window.tensor, window.keys()), self.workers.memory.offset_of
+        return all(offset_of(tensor.data_ptr()) is not None for tensor in tensors)
+
+    def references(self, window: Window, keys: Collection[Key] | None = None) -> list[m.WindowRef]:
+        """Return each worker's part of ``window``, a window in the memory: entries ``keys``."""
+        found = [(key, window.tensor(key)) for key in keys or window.keys()]
+        starts = [self.workers.memory.offset_of(tensor.data_ptr()) for _, tensor in found]
+        references = []
+        for index, part in enumerate(self.parts):
+            blocks = []
+            for (key, tensor), start in zip(found, starts, strict=True):
+                assert start is not None, "not in the memory of workers"
+                env, time = (tensor.itemsize * stride for stride in tensor.stride()[:2])
+                one = Field(key, tuple(tensor.shape[2:]), tensor.dtype)
+                blocks.append(m.Block(one, start + part.start * env, env, time))
+            references.append(m.WindowRef(0, index, len(part), window.steps, tuple(blocks)))
+        return references
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds in resets, of the worker that spent most."""
+        return float(self._reset_s.max())
+
+    # -- commands --------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
+        seconds: float | None = CONTROL_S,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of `EnvGroup` in workers, after what is under way.
+
+        Args:
+            method: Its name, or the path to something in it.
+            arguments: Those of all workers, or of each one that is asked.
+            seconds: The time that it may take.
+            kwargs: Further arguments of all.
+        """
+        if not isinstance(arguments, Mapping):
+            arguments = dict.fromkeys(range(self.workers.count), arguments)
+        path = f"groups[{self._number}].{method}"
+        commands = {index: m.Call(path, own, kwargs) for index, own in arguments.items()}
+        return list(self.workers.pause().request_each(dict(commands), seconds).values())
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
+        """Give all workers an order; `settle` has to follow.
+
+        Raises:
+            ClosedError: after `close`, or in a forked child.
+        """
+        workers = self.workers
+        workers.serve()
+        self._orders[:] = window, t, resets
+        send, pulse = workers.pulses.send, self._number << GROUP_BITS | order
+        self.pending.update(range(workers.count))
+        for index in range(workers.count):
+            send(index, pulse)
+
+    def answered(self, worker: int, answer: int) -> None:
+        """Note that ``worker`` has carried out the order."""
+        self.pending.discard(worker)
+        if answer == ENDED:
+            self._some_ended = True
+        elif answer == FAILED:
+            self._failed.append(worker)
+
+    def wait(self) -> None:
+        """Wait for the answers that are due."""
+        if self.pending:
+            began = monotonic()
+            while self.pending:
+                self.workers.take_answers(began)
+
+    def settle(self) -> list[int]:
+        """Wait for the answers that are due; return the environments that ended.
+
+        Raises:
+            WorkerError: an exception in a worker.
+            WorkerDied: a worker ended.
+            CollectorTimeout: a step took longer than the timeout.
+        """
+        self.wait()
+        if self._failed:
+            failed, self._failed = sorted(self._failed), []
+            self.ask("reraise", dict.fromkeys(failed, ()))
+        if not self._some_ended:
+            return _NOTHING
+        self._some_ended = False
+        ended: list[int] = np.flatnonzero(self._ended).tolist()
+        self._ended[ended] = False
+        return ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,21 +20,21 @@ from gleanrl.core.errors import (
     for_users,
 )
 from gleanrl.core.keys import Key
-from gleanrl.core.options import check_int, seconds
+from gleanrl.core.options import GymOptions, check_int, seconds
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
+from gleanrl.envs.parallel_group import EnvGroupInfo
 from gleanrl.envs.parallel_worker import STEP, EnvWorkerBuilder
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
-from gleanrl.parallel.env_workers import CONTROL_S, EnvWorkers
+from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
 from gleanrl.parallel.worker_rows import WorkerRows
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
 _CLOSE_S = 10.0
-_made = itertools.count()
 
 
 @remembered
@@ -65,6 +65,8 @@ class ParallelEnv(RowEnv):
         num_sub_threads: int = 1,
         timeout: float | None = None,
         shutdown_timeout: float = _CLOSE_S,
+        storing: GymOptions | None = None,
+        sharing: EnvWorkersPlan | None = None,
         **torchrl: Any,
     ) -> None:
         """Remember the arguments; make nothing yet.
@@ -81,6 +83,8 @@ class ParallelEnv(RowEnv):
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
+            storing: How data of Gymnasium environments are stored, for collectors.
+            sharing: The plan of workers that this is one group of environments in.
             torchrl: TorchRL's other arguments; data are the same whatever they say.
 
         Raises:
@@ -96,15 +100,25 @@ class ParallelEnv(RowEnv):
                 "without an environment has nothing to do"
             )
         counted = "num_workers" if num_envs is None else "num_envs"
-        self._factories = per_env("create_env_fn", create_env_fn, number, counted)
-        self._kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
-        check_factories(self._factories)
-        self._threads = check_int("num_sub_threads", num_sub_threads, least=1)
-        self._timeout = timeout if timeout is None else seconds("timeout", timeout)
+        factories = per_env("create_env_fn", create_env_fn, number, counted)
+        kwargs = per_env("create_env_kwargs", create_env_kwargs or {}, number, counted)
+        check_factories(factories)
+        each, more = divmod(number, self.num_workers)
+        ends = [each * w + min(w, more) for w in range(self.num_workers + 1)]
+        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        makers = list(zip(factories, kwargs, strict=True))
+        self._plan = sharing or EnvWorkersPlan(
+            storing=storing or GymOptions(),
+            threads=check_int("num_sub_threads", num_sub_threads, least=1),
+            timeout=timeout if timeout is None else seconds("timeout", timeout),
+        )
+        self._number = len(self._plan.groups)
+        self._plan.groups.append([makers[part] for part in self._parts])
         self.num_envs = number
         EnvBase.__init__(self, device=device)
-        self._started: EnvWorkers | None = None
+        self._group: WorkerGroup | None = None
         self._worker_rows: WorkerRows | None = None
+        self._asked_for_rows = False
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -122,26 +136,20 @@ class ParallelEnv(RowEnv):
             ClosedError: after `close`.
             ConfigError: environments that do not fit together, or that cannot be sent.
         """
-        if self._started is not None:
+        if self._group is not None:
             return
         self._check_open()
-        each, more = divmod(self.num_envs, self.num_workers)
-        ends = [each * w + min(w, more) for w in range(self.num_workers + 1)]
-        self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
-        stream = _stream()
-        factories = [
-            (self._factories[part], self._kwargs[part], stream + part.start) for part in self._parts
-        ]
-        workers = self._started = EnvWorkers(factories, self._threads, self._timeout)
+        workers = self._plan.start()
+        self._group = workers.groups[self._number]
         try:
-            self._join(workers)
+            self._join(self._group)
         except BaseException:
-            self._started = None
+            self._group = self._plan.started = None
             workers.close(5.0)
             raise
 
-    def _join(self, workers: EnvWorkers) -> None:
-        found = workers.described()
+    def _join(self, group: WorkerGroup) -> None:
+        found: list[EnvGroupInfo] = group.ask("described")
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -150,22 +158,15 @@ class ParallelEnv(RowEnv):
         self._device = first.device if self._device is None else self._device
         self._declare(*(widened(tree, (self.num_envs,)) for tree in first.specs))
         inner = self._batch[1:].numel()
-        places = workers.share([(part.stop - part.start) * inner for part in self._parts])
+        places = group.share([(part.stop - part.start) * inner for part in self._parts])
         row = self._row = Row(self)
-        row.bind(workers.reserve(row.fields, 1))
+        row.bind(group.reserve(row.fields, 1))
         self._direct = all(info.direct for info in found)
         self._given = row.views
         if self._direct:
             self._given = {key: row.views[key] for key in row.actions}
         self._present = set(self._given)
-        carries: Sequence[m.WindowRef | None] = [None] * len(found)
-        if all(info.rows == first.rows for info in found) and first.rows is not None:
-            self._worker_rows = WorkerRows(workers, first.rows, self._batch)
-            carries = workers.references(self._worker_rows.carry)
-        rows = workers.references(row.window)
-        shared = zip(places, rows, carries, strict=True)
-        commands = {w: m.Call("share", each) for w, each in enumerate(shared)}
-        workers.session.request_each(dict(commands), CONTROL_S)
+        group.ask("share", dict(enumerate(zip(places, group.references(row.window), strict=True))))
 
     @property
     def rows(self) -> WorkerRows:  # type: ignore[override]  # made at the start
@@ -177,19 +178,30 @@ class ParallelEnv(RowEnv):
         """Tell whether workers step rows, which a collector can have them do directly."""
         if not super().is_face():
             return False
-        self.start()
+        if not self._asked_for_rows:
+            self._worker_rows, self._asked_for_rows = self._open_rows(), True
         return self._worker_rows is not None
+
+    def _open_rows(self) -> WorkerRows | None:
+        with self._settled() as group:
+            found = group.ask("open_rows")
+            if found[0] is None or any(info != found[0] for info in found):
+                return None
+            rows = WorkerRows(group, found[0], self._batch)
+            parts = enumerate(group.references(rows.carry))
+            group.ask("open_carry", {index: (part,) for index, part in parts})
+            return rows
 
     def _check_open(self) -> None:
         if self.is_closed:
             raise ClosedError("the environment was closed; make a new one")
 
     def _close(self) -> None:
-        if self._started is not None:
-            self._started.close(self._close_s, raise_on_error=True)
+        if self._plan.started is not None:
+            self._plan.started.close(self._close_s, raise_on_error=True)
 
     @contextmanager
-    def _workers(self) -> Iterator[EnvWorkers]:
+    def _settled(self) -> Iterator[WorkerGroup]:
         """Return the workers, after finishing an interrupted step.
 
         Ctrl-C comes while workers are waited for. A worker that is lost, or that takes too long,
@@ -197,25 +209,24 @@ class ParallelEnv(RowEnv):
         """
         self._check_open()
         self.start()
-        assert self._started is not None
+        group = self._group
+        assert group is not None
         try:
             with Deferred():
-                self._started.settle()
-                yield self._started
+                group.settle()
+                yield group
         except (WorkerDied, CollectorTimeout):
             self.is_closed = True
-            self._started.close(1.0)
+            group.workers.close(1.0)
             raise
 
-    def _ask(self, commands: Mapping[int, m.Command] | m.Command, seconds: float | None) -> Any:
-        """Carry out one command for each worker, or the same for all; return their values."""
-        with self._workers() as workers:
-            if not isinstance(commands, Mapping):
-                commands = dict.fromkeys(range(self.num_workers), commands)
-            return list(workers.pause().request_each(commands, seconds).values())
+    def _ask(self, method: str, *arguments: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of `EnvGroup` in workers; see `WorkerGroup.ask`."""
+        with self._settled() as group:
+            return group.ask(method, *arguments, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._started is not None:
+        if self._plan.started is not None:
             raise ConfigError(
                 "a ParallelEnv that has been started cannot be sent to another process; send it "
                 "before its first use, or a callable that makes one"
@@ -251,7 +262,7 @@ class ParallelEnv(RowEnv):
 
         Rows need all inputs; environments with TensorDicts get those that ``data`` have.
         """
-        with self._workers() as workers:
+        with self._settled() as group:
             given = self._given
             if not self._direct:
                 names = set(data.keys())
@@ -263,18 +274,18 @@ class ParallelEnv(RowEnv):
             write_inputs(data, given, casts=self._direct)
             if given.keys() != self._present:
                 self._present = set(given)
-                self._ask(m.Call("take", (tuple(given),)), CONTROL_S)
-            workers.give(STEP, 0, 0, and_reset)
-            workers.settle()
+                group.ask("take", (tuple(given),))
+            group.give(STEP, 0, 0, and_reset)
+            group.settle()
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Have workers reset within the row: all environments, or those in the masks."""
-        calls: dict[int, m.Command] = {}
+        given = {}
         for worker, part in enumerate(self._parts):
             own = {key: mask[part] for key, mask in masks.items()}
             if not masks or any(bool(mask.any()) for mask in own.values()):
-                calls[worker] = m.Call("restart", (own, options))
-        self._ask(calls, self._timeout)
+                given[worker] = own, options
+        self._ask("restart", given, self._plan.timeout)
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -284,23 +295,20 @@ class ParallelEnv(RowEnv):
         Raises:
             AttributeError: there is nothing of that name.
         """
-        return self._all(m.Call("envs.get_attr", (path,)))
+        return _flat(self._ask("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method at ``path`` in every environment; return one result for each."""
-        return self._all(m.Call("envs.call", (path, *args), kwargs))
-
-    def _all(self, command: m.Command) -> list[Any]:
-        return [value for values in self._ask(command, CONTROL_S) for value in values]
+        return _flat(self._ask("envs.call", (path, *args), kwargs=kwargs))
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         each = self.batch_size[1:].numel()
         firsts = [seed if static else seed + part.start * each for part in self._parts]
-        self._ask({w: m.Seed(first, static) for w, first in enumerate(firsts)}, CONTROL_S)
+        self._ask("seed", {w: (first, static) for w, first in enumerate(firsts)})
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
-        found = self._ask(m.GetState(), CONTROL_S)
+        found = self._ask("state")
         states = [state[f"worker{i}"] for state in found for i in range(len(state))]
         return {f"worker{i}": state for i, state in enumerate(states)}
 
@@ -320,8 +328,8 @@ class ParallelEnv(RowEnv):
         for worker, part in enumerate(self._parts):
             envs = enumerate(f"worker{env}" for env in range(part.start, part.stop))
             own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
-            states[worker] = m.SetState(own, strict)
-        self._ask(states, CONTROL_S)
+            states[worker] = own, strict
+        self._ask("load_state", states)
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"
@@ -330,11 +338,8 @@ class ParallelEnv(RowEnv):
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
 
 
-def _stream() -> int:
-    """Return the seed of workers' random streams, without drawing from the learner's."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
-    return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)
+def _flat(found: Iterable[Iterable[Any]]) -> list[Any]:
+    return [value for values in found for value in values]
 
 
 class EnvCreator:
@@ -385,10 +390,12 @@ class EnvCreator:
         """
         if self._meta_data is None:
             # In a process of its own: making one may take over a display, a GPU or much memory.
-            factory = EnvWorkerBuilder((self._make,), (self._kwargs,), torch.initial_seed())
+            factory = EnvWorkerBuilder(
+                (self._make,), (self._kwargs,), (1,), GymOptions(), torch.initial_seed()
+            )
             engine = Session(lambda _: ProcessBackend(), [factory])
             try:
-                self._meta_data = engine.request(0, m.Call("meta_data"))
+                self._meta_data = engine.request(0, m.Call("groups[0].meta_data"))
             finally:
                 engine.close(5.0)
         return self._meta_data

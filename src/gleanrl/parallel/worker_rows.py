@@ -10,15 +10,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gleanrl.core import messages as m
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.parallel_worker import CUT, FINISH, STEP, RowsInfo
+from gleanrl.envs.parallel_group import RowsInfo
+from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
 from gleanrl.envs.row_env import EnvRows
-from gleanrl.parallel.env_workers import CONTROL_S, EnvWorkers
+from gleanrl.parallel.env_workers import WorkerGroup
 
 
 class WorkerRows(EnvRows):
@@ -29,12 +29,12 @@ class WorkerRows(EnvRows):
 
     face: EnvBase
 
-    def __init__(self, workers: EnvWorkers, info: RowsInfo, batch: Sequence[int]) -> None:
-        """Step the environments of ``workers`` as one batch of shape ``batch``.
+    def __init__(self, group: WorkerGroup, info: RowsInfo, batch: Sequence[int]) -> None:
+        """Step the environments of ``group`` as one batch of shape ``batch``.
 
         ``info`` is that of the first worker's part.
         """
-        self._workers, self.memory = workers, workers.memory
+        self._group, self.memory = group, group.workers.memory
         self.layout = layout = replace(info.layout, batch_shape=tuple(batch))
         self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
         self.can_cut, self._kind = info.can_cut, info.kind
@@ -46,7 +46,7 @@ class WorkerRows(EnvRows):
         self._opened = 0
         self._targets: WeakKeyDictionary[Window, tuple[int, Window]] = WeakKeyDictionary()
         """By a collector's window: the one that workers write, and its number among theirs."""
-        self.carry = workers.reserve(layout.observations, 1)
+        self.carry = group.reserve(layout.observations, 1)
         """Root row ``T`` of a rollout, and what resets show."""
 
     def joined(
@@ -59,7 +59,7 @@ class WorkerRows(EnvRows):
         return rows
 
     def explain(self) -> str:
-        envs, workers = self.layout.num_envs, self._workers.session.workers
+        envs, workers = self.layout.num_envs, self._group.workers.count
         return f"{envs} x {self._kind} in {workers} workers, which step them without TensorDicts"
 
     # -- steps -----------------------------------------------------------------------------------
@@ -72,41 +72,45 @@ class WorkerRows(EnvRows):
             _copy(window, self._target, self._target.keys())
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        workers, away = self._workers, self._target is not self._window
-        if away:
+        self.post(t, cut)
+        return self.complete(t)
+
+    def post(self, t: int, cut: Sequence[int]) -> None:
+        """Have workers take step ``t``; `complete` has to follow."""
+        if self._target is not self._window:
             _copy(self._window, self._target, self._given, t)
-        if cut:
-            workers.cut[list(cut)] = True
-        workers.give(CUT if cut else STEP, self._number, t)
-        ended = workers.settle()
-        if cut:
-            workers.cut[:] = False
-        if away and t < self._last:
+        self._group.cut[list(cut)] = True
+        self._group.give(CUT if cut else STEP, self._number, t)
+
+    def complete(self, t: int) -> Sequence[int]:
+        """Wait until all workers took step ``t``; return the environments that ended."""
+        ended = self._group.settle()
+        self._group.cut[:] = False
+        if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
         return ended
 
     def finish(self, steps: int) -> None:
         if steps <= self._last:
-            self._workers.give(FINISH, self._number, steps)
-            self._workers.settle()
+            self._group.give(FINISH, self._number, steps)
+            self._group.settle()
         else:
             _copy(self.carry, self._after_last, self._seen)
         if self._target is not self._window:
             keys = [key for key in self._target.keys() if key not in self._given]
             _copy(self._target, self._window, keys, slice(0, steps))
-        self.reset_s = self._workers.reset_s
+        self.reset_s = self._group.reset_s
 
     def _open(self, window: Window) -> tuple[int, Window]:
         """Tell workers of a new window."""
-        workers, keys = self._workers, [key for key in window.keys() if key in self._keys]
+        group, keys = self._group, [key for key in window.keys() if key in self._keys]
         target = window
-        if not workers.sees(window):
+        if not group.sees(window):
             found = {key: window.tensor(key) for key in keys}
             fields = [Field(key, tuple(t.shape[2:]), t.dtype) for key, t in found.items()]
-            target = workers.reserve(fields, window.steps)
-        references = enumerate(workers.references(target, keys))
-        commands = {index: m.Call("open", (reference,)) for index, reference in references}
-        workers.pause().request_each(dict(commands), CONTROL_S)
+            target = group.reserve(fields, window.steps)
+        parts = enumerate(group.references(target, keys))
+        group.ask("open", {index: (reference,) for index, reference in parts})
         self._opened += 1
         self._targets[window] = self._opened, target
         return self._opened, target
@@ -114,14 +118,14 @@ class WorkerRows(EnvRows):
     # -- everything else -------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        session = self._workers.pause()
+        group, chosen = self._group, {}
+        group.wait()
         _copy(carry, self.carry, self._seen)
-        commands: dict[int, m.Command] = {}
-        for worker, part in enumerate(self._workers.parts):
+        for worker, part in enumerate(group.parts):
             own = [env - part.start for env in part if envs is None or env in envs]
             if own:
-                commands[worker] = m.Call("restart_rollouts", (own, options))
-        session.request_each(commands, self._workers.timeout)
+                chosen[worker] = own, options
+        group.ask("restart_rollouts", chosen, group.workers.timeout)
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,14 @@ def dense(
         if stop[0]:
             return t + 1
     return steps
+
+
+def _act(act: Callable[[int], None], t: int) -> None:
+    try:
+        act(t)
+    except Exception as err:
+        note(err, f"the policy raised this at step {t} of the rollout")
+        raise
 
 
 class DenseRollout(BaseSource):
@@ -87,22 +95,53 @@ class DenseRollout(BaseSource):
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
-        policy = self._random if random else self._policy
         with self.rolling():
-            self._fields.begin(window, self._next_root)
-            self.tracker.begin(window)
-            self._env.begin(window, self._next_root)
-            policy.begin(window, self._next_root)
+            policy = self._begin(window, random)
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, self.tracker, steps, stop)
-            self._env.finish(taken)
-            policy.finish(taken)
-            if taken < window.steps:
-                for field in self._fields.root_fields:
-                    last = window.tensor(field.key)[:, taken : taken + 1]
-                    self._next_root.tensor(field.key).copy_(last)
-            self._fields.finish(window, self.tracker, taken, self.policy_version)
+            self._end(window, policy, taken)
         return self._report(taken)
+
+    def collecting(
+        self, window: Window, steps: int, stop: Stop, random: bool
+    ) -> Generator[None, None, Report]:
+        """Collect like `collect`, but yield while the environments step."""
+        tracker, post = self.tracker, self._env.post
+        with self.acting():
+            self.make_consistent()
+            policy = self._begin(window, random)
+        act, complete = self._clock.begin(policy.act, self._env.complete)
+        taken = 0
+        while taken < steps and not (taken and stop[0]):
+            with self.acting():
+                _act(act, taken)
+            post(taken, tracker.due(taken) if taken == tracker.next_due else ())
+            yield
+            ended = complete(taken)
+            if ended:
+                tracker.end(taken, ended)
+            taken += 1
+        with self.acting():
+            self._end(window, policy, taken)
+        self.inconsistent = False
+        return self._report(taken)
+
+    def _begin(self, window: Window, random: bool) -> Policy:
+        policy = self._random if random else self._policy
+        self._fields.begin(window, self._next_root)
+        self.tracker.begin(window)
+        self._env.begin(window, self._next_root)
+        policy.begin(window, self._next_root)
+        return policy
+
+    def _end(self, window: Window, policy: Policy, taken: int) -> None:
+        self._env.finish(taken)
+        policy.finish(taken)
+        if taken < window.steps:
+            for field in self._fields.root_fields:
+                last = window.tensor(field.key)[:, taken : taken + 1]
+                self._next_root.tensor(field.key).copy_(last)
+        self._fields.finish(window, self.tracker, taken, self.policy_version)
 
     def explain(self) -> str:
         """Return the path of every part, with the reasons."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,9 @@ from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, Pool, SharedMemory
+from gleanrl.core.protocols import Env, Pool, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
+from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.tracker import Tracker
@@ -115,16 +116,36 @@ class BaseSource:
     @contextmanager
     def rolling(self) -> Iterator[None]:
         """Run a rollout without gradients, on the source's own streams, after due resets."""
-        failed = self.inconsistent
-        self.inconsistent = True
-        with self.streams.active(), torch.no_grad(), self._exploration():
-            if failed or (self.options.reset_at_each_iter and not self._fresh):
-                self._keeps = not failed
-                self._reset(None, {})
-                self._keeps = False
-            self._fresh = False
+        with self.acting():
+            self.make_consistent()
             yield
         self.inconsistent = False
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Run a part of a rollout without gradients, on the source's own streams."""
+        with self.streams.active(), torch.no_grad(), self._exploration():
+            yield
+
+    def make_consistent(self) -> None:
+        """Do resets that are due before a rollout; until that has ended, the source is not."""
+        failed, self.inconsistent = self.inconsistent, True
+        if failed or (self.options.reset_at_each_iter and not self._fresh):
+            self._keeps = not failed
+            self._reset(None, {})
+            self._keeps = False
+        self._fresh = False
+
+    def collecting(
+        self, window: Window, steps: int, stop: Stop, random: bool
+    ) -> Generator[None, None, Report]:
+        """Collect at once: these environments wait for nothing in which others could act."""
+        return self.collect(window, steps, stop, random)
+        yield
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window``; see `Source`."""
+        raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
         return Report(

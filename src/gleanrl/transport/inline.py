@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, name_worker
-from gleanrl.core.protocols import SharedMemory, SourceFactory, Stop
+from gleanrl.core.protocols import InlineSource, SharedMemory, SourceFactory, Stop
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker_loop import OpenWindow, Worker
 
@@ -34,7 +35,7 @@ class InlineBackend:
     @property
     def memory(self) -> SharedMemory | None:
         """Private memory, unless the environments of the worker are in other processes."""
-        return None if self._apart else self._workers[0].source.memory
+        return None if self._apart else cast("InlineSource", self._workers[0].source).memory
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -91,3 +92,27 @@ class InlineBackend:
         self._collects.clear()
         self._others.clear()
         self._replies.clear()
+
+
+class InterleavedBackend(InlineBackend):
+    """Workers in the calling thread whose environments are in processes and step meanwhile.
+
+    While the environments of one worker step, the policy acts in those of another.
+    """
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        if self._replies or self._others or not self._collects:
+            return super().receive(timeout)
+        rollouts = []
+        for worker, ticket, command in self._collects:
+            assert isinstance(command, m.Collect)
+            rollouts.append(self._workers[worker].collecting(ticket, command))
+        self._collects.clear()
+        while rollouts:
+            for rollout in list(rollouts):
+                try:
+                    next(rollout)
+                except StopIteration as end:
+                    self._replies.append(end.value)
+                    rollouts.remove(rollout)
+        return self._replies.popleft()

@@ -11,16 +11,16 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.protocols import Source, SourceFactory, Stop
+from gleanrl.core.protocols import InlineSource, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
@@ -88,6 +88,26 @@ class Worker:
             if isinstance(command, m.Failed):
                 return command
             return m.Done(self._index, ticket, self._other(command))
+        except Exception as err:
+            return m.Failed(self._index, ticket, err)
+        finally:
+            self.answered()
+
+    def collecting(
+        self, ticket: int, command: m.Collect
+    ) -> Generator[None, None, m.Rolled | m.Failed]:
+        """Collect as `handle` does, but yield while environments in other processes step."""
+        began = monotonic()
+        self._waited += began - self._idle_since
+        reference = command.window
+        window = self._open_window(reference)
+        try:
+            source = cast("InlineSource", self.source)
+            report = yield from source.collecting(
+                window, reference.steps, self._stop, command.random
+            )
+            self._complete(report, began)
+            return m.Rolled(self._index, ticket, report)
         except Exception as err:
             return m.Failed(self._index, ticket, err)
         finally:

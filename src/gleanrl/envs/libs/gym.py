@@ -118,21 +118,34 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
     return made
 
 
-def make_tensordict_env(factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
+def make_tensordict_env(
+    factory: EnvFactory, kwargs: Mapping[str, Any], storing: GymOptions | None = None
+) -> Any:
     """Make one environment with TensorDict methods; wrap Gymnasium environments.
+
+    Args:
+        factory: An id or a callable.
+        kwargs: The arguments of the callable.
+        storing: How the data of a Gymnasium environment are stored.
 
     Raises:
         UnknownEnvError: an id that is not registered.
-        ConfigError: something else was made.
+        ConfigError: something else was made, or not a Gymnasium environment with ``storing``.
     """
-    made = build(factory, kwargs)
+    made, storing = build(factory, kwargs), storing or GymOptions()
     if isinstance(made, gym.Env) and not is_tensordict_env(made):
-        return GymEnv(made)
+        return GymEnv(
+            made,
+            categorical_action_encoding=storing.categorical_action_encoding,
+            observation_dtype=storing.observation_dtype,
+            info_keys=storing.info_keys,
+        )
     if not is_tensordict_env(made):
         raise ConfigError(
             "create_env_fn must make environments with TensorDict methods or a gymnasium.Env, it "
             f"made a {type(made).__name__}"
         )
+    storing.check_unused(made)
     return made
 
 

@@ -1,0 +1,386 @@
+"""A group of environments in a worker of `ParallelEnv`, all of which step at once.
+
+Inputs and results lie in windows that learner and worker share: the row of the `ParallelEnv`, and
+rollouts of collectors.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.keys import NEXT, Key, format_key
+from gleanrl.core.layout import EnvLayout
+from gleanrl.core.messages import WindowRef
+from gleanrl.core.protocols import Spec
+from gleanrl.core.window import Window
+from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.row_env import EnvRows, Row, RowEnv
+from gleanrl.envs.serial import SerialEnv, rows_of
+from gleanrl.envs.specs import Composite, masked_specs
+from gleanrl.envs.tensordict import (
+    EnvMetaData,
+    TensorDictHandle,
+    describe,
+    open_entries,
+    spec_leaves,
+    spec_trees,
+    state_leaves,
+    widened,
+)
+from gleanrl.envs.torchrl_parts import Unproven
+from gleanrl.memory.arena import map_window
+from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.tensordicts import nest
+
+_INSTEAD = (
+    "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
+    "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInfo:
+    """The rows of one worker's part of a group, without the environments."""
+
+    layout: EnvLayout
+    """For any number of them: without a batch shape."""
+    observation_specs: Mapping[Key, Spec]
+    action_specs: Mapping[Key, Spec]
+    kind: str
+    """The class of the user's environment."""
+    can_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlaces:
+    """Where the small things of a worker's part of a group lie in the memory (bytes)."""
+
+    order: int
+    """Three int64: number of the window, step in it, and whether a step of the row resets."""
+    reset_s: int
+    """float64: seconds in resets."""
+    cut: int
+    """One bool per environment: whether the step truncates it."""
+    ended: int
+    """One bool per environment: whether it ended."""
+    envs: int
+    """Environments of the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvGroupInfo:
+    """The learner's description of one worker's part of a group."""
+
+    batch: tuple[int, ...]
+    """Shape of one of them."""
+    device: torch.device | None
+    specs: tuple[Composite, ...]
+    """Of one environment: observations, actions, rewards, end flags."""
+    direct: bool
+    """Whether they step in rows: they read actions only, in any dtype of their kind."""
+    infos: Sequence[Key]
+    """The observations that are requested info entries."""
+
+
+def without_masks(tree: Composite) -> Composite:
+    """Return specs that allow every action, as only the environments know what they allow now."""
+    tree = tree.clone()
+    for spec in masked_specs(tree).values():
+        spec.update_mask(None)
+    return tree
+
+
+def seed_streams(seed: int) -> None:
+    """Seed the random generators of this process, which environments may use."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    python_random.seed(seed)
+
+
+class EnvGroup:
+    """Environments of one kind, stepped one after the other."""
+
+    def __init__(self, envs: Sequence[Any], memory: SharedMemory | None) -> None:
+        """Take over ``envs``, whose windows lie in ``memory``.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
+        self.envs = SerialEnv.of(envs)
+        self._memory = memory
+        self._seeded: Any = self.envs
+        self._row: RowEnv | _TensorDictRow
+        self._rollouts: _Rollouts | None = None
+        self._error: BaseException | None = None
+
+    def described(self) -> EnvGroupInfo:
+        """Return the description for the learner.
+
+        Raises:
+            ConfigError: data without a fixed layout.
+        """
+        row = self._row = _make_row(self.envs)
+        self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
+        return EnvGroupInfo(
+            batch=tuple(first.batch_size),
+            device=first.device,
+            specs=tuple(without_masks(widened(tree)) for tree in spec_trees(first)),
+            direct=isinstance(row, RowEnv),
+            infos=self.envs.info_entries,
+        )
+
+    def open_rows(self) -> RowsInfo | None:
+        """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts."""
+        rows: EnvRows
+        if isinstance(self._row, RowEnv):
+            if any(masked_specs(tree) for tree in spec_trees(self._row)):
+                return None
+            rows = self._row.rows
+            specs: Mapping[Key, Spec] | None = rows.action_specs
+        else:
+            try:
+                rows = transformed_rows(TensorDictHandle(self.envs), fresh=True)
+            except Unproven:
+                return None
+            specs = rows.own_specs()
+        if specs is None:
+            return None
+        self._rollouts = _Rollouts(rows)
+        return RowsInfo(
+            layout=replace(rows.layout, batch_shape=()),
+            observation_specs=rows.observation_specs,
+            action_specs=specs,
+            kind=type(self.envs.members[0]).__name__,
+            can_cut=rows.can_cut,
+        )
+
+    def meta_data(self) -> EnvMetaData:
+        """Describe the first environment to a user."""
+        return describe(self.envs.members[0])
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def share(self, places: SharedPlaces, row: WindowRef) -> None:
+        """Take the places of what is shared: the row of the `ParallelEnv`, which is window 0."""
+        memory: Any = self._memory
+        found = memory.map()
+        self._order = np.frombuffer(found, np.int64, 3, places.order)
+        self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
+        self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
+        self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
+        self._row.bind(map_window(found, row))
+
+    def open_carry(self, carry: WindowRef) -> None:
+        """Take the place, one step long, where rollouts leave what the next one begins with."""
+        memory, rollouts = self._memory, self._rollouts
+        assert memory is not None
+        assert rollouts is not None
+        rollouts.carry = map_window(memory.map(), carry)
+
+    def open(self, window: WindowRef) -> None:
+        """Add a window for rollouts; they are numbered from 1."""
+        memory, rollouts = self._memory, self._rollouts
+        assert memory is not None
+        assert rollouts is not None
+        rollouts.windows.append(map_window(memory.map(), window))
+
+    # -- orders: what is to be done lies in memory -------------------------------------------------
+
+    def step(self, cuts: bool) -> bool:
+        """Step in a window, and truncate environments if it ``cuts``; tell whether some ended.
+
+        Raises:
+            EnvError: an environment returned data that do not fit the window.
+        """
+        number, t, resets = self._order.tolist()
+        if number == 0:
+            self._row.step_row(bool(resets))
+            return False
+        rollouts: Any = self._rollouts
+        cut = np.flatnonzero(self._cut).tolist() if cuts else ()
+        ended = rollouts.step(number - 1, t, cut)
+        if ended:
+            self._ended[list(ended)] = True
+            self._reset_s[0] = rollouts.rows.reset_s
+        return bool(ended)
+
+    def finish(self) -> bool:
+        """End a rollout that was stopped early."""
+        rollouts: Any = self._rollouts
+        rollouts.rows.finish(int(self._order[1]))
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what an order raised, for `reraise`."""
+        self._error = error
+
+    def reraise(self) -> None:
+        """Raise the error that was kept, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # -- commands --------------------------------------------------------------------------------
+
+    def take(self, present: tuple[Key, ...]) -> None:
+        """Remember the inputs that the learner writes, where a step may do without some."""
+        if isinstance(self._row, _TensorDictRow):
+            self._row.inputs = present
+
+    def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset into the row: all environments, or those in the masks.
+
+        Raises:
+            EnvError: an environment returned data that do not fit the window.
+        """
+        self._row.reset_row(masks, options)
+
+    def restart_rollouts(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        """Reset environments into the carry: all, or those with the given indices."""
+        rollouts: Any = self._rollouts
+        rollouts.rows.reset(rollouts.carry, envs, **options)
+
+    def seed(self, seed: int, static: bool) -> int:
+        """Seed environments, from their next reset on, and this process's random streams."""
+        seed_streams(seed)
+        return int(self._seeded.set_seed(seed, static_seed=static))
+
+    def state(self) -> dict[str, Any]:
+        """Return the environments' states, ``"worker0"`` and so on."""
+        return self.envs.state_dict()
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore a state from `state`."""
+        self.envs.load_state_dict(state, strict)
+
+
+class _Rollouts:
+    """Steps rows in the windows of a collector."""
+
+    carry: Window
+
+    def __init__(self, rows: EnvRows) -> None:
+        self.rows = rows
+        self.windows: list[Window] = []
+        self._last = 0
+
+    def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:
+        """Take step ``t`` in a window; return the environments that ended."""
+        rows = self.rows
+        if t == 0:
+            window = self.windows[number]
+            self._last = window.steps - 1
+            rows.begin(window, self.carry)
+        ended = rows.step(t, cut)
+        if t == self._last:
+            rows.finish(t + 1)
+        return ended
+
+
+# -- environments whose data lie in a window of one step -------------------------------------------
+
+
+def _make_row(envs: SerialEnv) -> RowEnv | _TensorDictRow:
+    """Return the way to step ``envs`` in a window.
+
+    Raises:
+        ConfigError: their data have no fixed layout.
+    """
+    # Made by this worker, so nobody else relies on the checks of Gymnasium's wrappers.
+    rows = rows_of(envs, fresh=True)
+    if rows is not None:
+        return RowEnv(rows)
+    shown = {key for key, _ in spec_leaves(envs.full_observation_spec)}
+    for env in envs.members:
+        wrong = [*open_entries(env), *(key for key, _ in state_leaves(env) if key not in shown)]
+        if wrong:
+            raise ConfigError(
+                f"{format_key(wrong[0])} of {type(env).__name__} is no tensor, has an open "
+                f"dimension or is an input that observations lack: {_INSTEAD}"
+            )
+    return _TensorDictRow(envs)
+
+
+class _TensorDictRow:
+    """Any other environments, stepped with TensorDicts."""
+
+    def __init__(self, env: SerialEnv) -> None:
+        self.env, self._row = env, Row(env)
+        self._sizes = {group.key: group.shape for group in self._row.groups}
+        self.inputs: tuple[Key, ...] = tuple(field.key for field in self._row.fields)
+        """The entries of the row that a step reads."""
+        device = env.device
+        self._device = None if device is None or device.type == "cpu" else device
+
+    def bind(self, window: Window) -> None:
+        """Step in ``window`` from now on."""
+        self._row.bind(window)
+
+    def step_row(self, and_reset: bool) -> None:
+        """Step, and reset ended environments if the learner wants that."""
+        row = self._row
+        given = row.copy({key: row.views[key] for key in self.inputs}, self._device)
+        if not and_reset:
+            self._put(self.env.step(given).get(NEXT), row.after)
+            return
+        finished, root = self.env.step_and_maybe_reset(given)
+        self._put(finished.get(NEXT), row.after)
+        self._put(root.exclude(*row.actions), row.root)
+
+    def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
+        """Reset all environments, or those in the masks; the others keep the root row."""
+        row = self._row
+        given = row.copy(row.root, self._device).update(nest(masks)) if masks else None
+        self._put(self.env.reset(given, **options), row.root)
+
+    def _put(self, data: TensorDictBase, row: Mapping[Key, torch.Tensor]) -> None:
+        """Write ``data`` into the row."""
+        found = dict(self._entries(data, self._row.batch))
+        if _misfit(found, row):
+            for env, part in enumerate(data.unbind(0)):
+                own = dict(self._entries(part, self._row.batch[1:]))
+                if wrong := _misfit(own, {key: view[env] for key, view in row.items()}):
+                    raise EnvError(f"environment {env} returned {wrong}; correct one: {_INSTEAD}")
+        for key, view in row.items():
+            view.copy_(found[key].detach())
+
+    def _entries(
+        self, data: TensorDictBase, batch: Sequence[int], at: Key = ()
+    ) -> Iterator[tuple[Key, Any]]:
+        """Yield the entries of ``data``, but as a whole what a group of the layout cannot hold."""
+        odd = tuple(data.batch_size) != (*batch, *self._sizes.get(at, ())) or any(data.names)
+        if odd or isinstance(data, LazyStackedTensorDict):
+            yield at, data
+            return
+        for name, value in data.items():
+            if isinstance(value, TensorDictBase):
+                yield from self._entries(value, batch, (*at, name))
+            else:
+                yield (*at, name), value
+
+
+def _misfit(found: Mapping[Key, Any], row: Mapping[Key, torch.Tensor]) -> str:
+    """Describe the first entry that is not in the row, with that shape and dtype; else ``""``."""
+    for key in {**found, **row}:
+        came, view = found.get(key), row.get(key)
+        if not (isinstance(came, torch.Tensor) and view is not None) or (
+            (came.shape, came.dtype) != (view.shape, view.dtype)
+        ):
+            return f"{format_key(key)} as {_say(came)}, its specs declare {_say(view)}"
+    return ""
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, TensorDictBase):
+        return f"{type(value).__name__} of batch {tuple(value.batch_size)}, named {value.names}"
+    return "nothing" if value is None else f"{value!r:.60}, no tensor"

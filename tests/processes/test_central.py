@@ -1,0 +1,467 @@
+"""Central inference: the data of a Collector in this process, from environments in workers."""
+
+import os
+import select
+import signal
+import sys
+from functools import partial
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import rig
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from torch import nn
+from torchrl.envs import Compose, DoubleToFloat, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import GymEnv as TorchRLGymEnv
+
+from gleanrl import (
+    Collector,
+    CollectorTimeout,
+    ConfigError,
+    GymEnv,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    WorkerDied,
+)
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
+
+# Workers that need not import this file start in milliseconds.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def transformed():
+    env = TorchRLGymEnv("CartPole-v1", categorical_action_encoding=True)
+    return TransformedEnv(env, Compose(StepCounter(9), RewardSum(), DoubleToFloat()))
+
+
+ENVS = {
+    "id": "CartPole-v1",
+    "function": lambda: gym.make("Acrobot-v1", max_episode_steps=9),
+    "TensorDict environment": lambda: GymEnv("CartPole-v1"),
+    "TorchRL's, transformed": transformed,
+}
+
+
+def linear(inputs, outputs):
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def greedy(inputs, outputs):
+    class Greedy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = linear(inputs, outputs)
+
+        def forward(self, observation):
+            return self.net(observation).argmax(-1)
+
+    return TensorDictModule(Greedy(), ["observation"], ["action"])
+
+
+def sampling(inputs, outputs):
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(linear(inputs, outputs), ["observation"], ["logits"]),
+        ProbabilisticTensorDictModule(
+            ["logits"],
+            ["action"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        ),
+    )
+
+
+def recurrent(inputs, outputs):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(11)
+            self.cell = nn.GRUCell(inputs, 5)
+            self.head = nn.Linear(5, outputs)
+
+        def forward(self, observation, hidden, is_init):
+            hidden = torch.where(is_init, torch.zeros_like(hidden), hidden)
+            hidden = self.cell(observation, hidden)
+            return self.head(hidden).argmax(-1), hidden
+
+    keys = ["observation", "hidden", "is_init"]
+    return TensorDictModule(Recurrent(), keys, ["action", ("next", "hidden")])
+
+
+def on_tensordicts(inputs, outputs):
+    net = linear(inputs, outputs)
+    return lambda td: td.set("action", net(td["observation"]).argmax(-1))
+
+
+POLICIES = {
+    "random": lambda *sizes: None,
+    "greedy": greedy,
+    "sampling": sampling,
+    "recurrent": recurrent,
+    "on TensorDicts": on_tensordicts,
+}
+SIZES = {"id": (4, 2), "function": (6, 3), "TensorDict environment": (4, 2)} | {
+    "TorchRL's, transformed": (4, 2)
+}
+
+
+def collected(collector, seed, rounds=None):
+    torch.manual_seed(99)
+    try:
+        collector.set_seed(seed)
+        found = []
+        for batch in collector:
+            found.append(batch.clone())
+            if len(found) == rounds:
+                break
+        return found
+    finally:
+        collector.shutdown()
+
+
+def same(one, two):
+    keys = set(one.keys(True, True))
+    return (
+        one.shape == two.shape
+        and keys == set(two.keys(True, True))
+        and all(torch.equal(one[key], two[key]) for key in keys)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("env", ENVS)
+def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
+    make, act = ENVS[env], partial(POLICIES[policy], *SIZES[env])
+
+    @settings(
+        max_examples=4, deadline=None, derandomize=True, database=None, phases=[Phase.generate]
+    )
+    @given(
+        workers=st.integers(1, 3),
+        each=st.integers(1, 2),
+        steps=st.integers(1, 7),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_frames_per_traj": st.integers(2, 5),
+                "compact_obs": st.booleans(),
+                "reset_at_each_iter": st.booleans(),
+                "split_trajs": st.booleans(),
+                "init_random_frames": st.just(9),
+            },
+        ),
+    )
+    def check(workers, each, steps, options):
+        count = workers * each
+        if make is transformed:  # which counts steps itself
+            options.pop("max_frames_per_traj", None)
+        options |= {"frames_per_batch": steps * count, "total_frames": 4 * steps * count}
+        found = MultiSyncCollector(
+            [make] * workers, act(), num_envs=each, inference="central", **options
+        )
+        expected = Collector([make] * count, act(), **options)
+        one, two = collected(found, 5), collected(expected, 5)
+        assert len(one) == len(two)
+        assert all(same(a, b) for a, b in zip(one, two, strict=True))
+
+    check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_groups_give_the_data_of_two_collectors(policy):
+    act = partial(POLICIES[policy], 4, 2)
+    options = {"total_frames": 240, "max_frames_per_traj": 7, "track_traj_ids": False}
+    grouped = MultiSyncCollector(
+        "CartPole-v1",
+        act(),
+        num_workers=2,
+        num_envs=4,
+        env_groups=2,
+        inference="central",
+        frames_per_batch=48,
+        **options,
+    )
+    both = collected(grouped, 5)
+    options["total_frames"] = 120
+    parts = [
+        collected(Collector("CartPole-v1", act(), num_envs=4, frames_per_batch=24, **options), seed)
+        for seed in (5, 9)
+    ]
+    assert len(both) == 5
+    for batch, *halves in zip(both, *parts, strict=True):
+        assert same(batch, torch.cat(halves, 0))
+
+
+def test_the_policy_of_the_learner_acts_and_needs_no_update():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value = nn.Parameter(torch.zeros(1))
+
+        def forward(self, observation):
+            return self.value.expand(*observation.shape[:-1], 1) + 0
+
+    policy = TensorDictModule(Constant(), ["observation"], ["action"])
+    collector = MultiSyncCollector(
+        "Pendulum-v1",
+        policy,
+        num_workers=2,
+        num_envs=2,
+        env_groups=2,
+        inference="central",
+        frames_per_batch=8,
+        total_frames=24,
+        track_policy_version=True,
+    )
+    seen = []
+    for batch in collector:
+        seen.append((batch["action"].unique().tolist(), batch["policy_version"].unique().tolist()))
+        with torch.no_grad():
+            policy.module.value += 1
+        collector.update_policy_weights_()
+    assert seen == [([0.0], [0]), ([1.0], [1]), ([2.0], [2])]
+    collector.shutdown()
+
+
+def test_a_replay_buffer_is_filled_with_the_same_rows():
+    rows = []
+    for make in (
+        partial(MultiSyncCollector, ["CartPole-v1"] * 2, inference="central"),
+        partial(Collector, ["CartPole-v1"] * 2),
+    ):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+        collector = make(greedy(4, 2), frames_per_batch=10, total_frames=40, replay_buffer=buffer)
+        collector.set_seed(3)
+        assert list(collector) == [None] * 4
+        collector.shutdown()
+        rows.append(buffer[:])
+    assert same(*rows)
+
+
+def test_a_state_is_continued_by_another_collector():
+    def make():
+        return MultiSyncCollector(
+            "CartPole-v1",
+            sampling(4, 2),
+            num_workers=2,
+            num_envs=2,
+            env_groups=2,
+            inference="central",
+            frames_per_batch=16,
+            total_frames=-1,
+        )
+
+    one = make()
+    one.set_seed(4)
+    one.rollout()
+    state = one.state_dict()
+    one.shutdown()
+    found = []
+    for _ in range(2):
+        other = make()
+        other.load_state_dict(state)
+        assert other.stats()["frames"] == 16
+        found.append(other.rollout()["collector", "traj_ids"].clone())
+        other.shutdown()
+    assert torch.equal(*found)
+    assert found[0].min() >= 4  # new trajectories
+
+
+def test_transforms_of_torchrl_are_stepped_by_their_parts_in_workers():
+    collector = MultiSyncCollector(
+        [transformed] * 2, inference="central", num_envs=2, frames_per_batch=4, total_frames=4
+    )
+    assert "4 x TransformedEnv in 2 workers" in collector.cascade_execute("explain")[0]
+    collector.shutdown()
+
+
+def test_how_data_are_stored_reaches_workers():
+    collector = MultiSyncCollector(
+        "CartPole-v1",
+        num_workers=2,
+        inference="central",
+        observation_dtype=torch.float64,
+        categorical_action_encoding=False,
+        frames_per_batch=4,
+        total_frames=4,
+    )
+    (batch,) = collected(collector, 0)
+    assert batch["observation"].dtype == torch.float64
+    assert batch["action"].shape == (2, 2, 2)
+
+
+def test_collector_with_num_collectors_takes_it():
+    collector = Collector(
+        "CartPole-v1",
+        num_collectors=2,
+        sync=True,
+        inference="central",
+        frames_per_batch=4,
+        total_frames=8,
+    )
+    assert isinstance(collector, MultiSyncCollector)
+    assert [batch.shape for batch in collected(collector, 0)] == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"inference": "middle"}, ConfigError, "must be 'workers' or 'central'"),
+        ({"env_groups": 2}, ConfigError, r"env_groups \(2\) must divide .* \(num_envs=None\)"),
+        ({"env_groups": 2, "num_envs": 3}, ConfigError, r"env_groups \(2\) must divide"),
+        ({"preemptive_threshold": 0.5}, ConfigError, "same steps"),
+        ({"cat_results": 0}, ConfigError, "one batch already"),
+        ({"backend": "inline"}, ConfigError, "workers are processes"),
+        ({"policy_device": ["cpu", "cpu"]}, ConfigError, "one policy"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, message):
+    with pytest.raises(error, match=message):
+        MultiSyncCollector(
+            ["CartPole-v1"] * 2, frames_per_batch=4, **{"inference": "central", **options}
+        )
+
+
+def test_asynchronous_and_single_collectors_refuse_it_by_name():
+    with pytest.raises(NotImplementedError, match="synchronous in this version"):
+        MultiAsyncCollector(["CartPole-v1"], frames_per_batch=4, inference="central")
+    with pytest.raises(ConfigError, match="several workers"):
+        Collector("CartPole-v1", frames_per_batch=4, inference="central")
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+class Doing(gym.Env):
+    """Does something in its third step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, do):
+        self.do, self.count = do, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        if self.count == 3:
+            self.do()
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def fail():
+    raise LookupError("in the simulator")
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("do", "error", "message"),
+    [
+        (fail, LookupError, "(?s)worker 1 raised .*in the simulator"),
+        (end, WorkerDied, "worker 1 .* killed by signal 9"),
+        (hang, CollectorTimeout, r"workers \[1\] did not finish their step"),
+    ],
+)
+def test_faults_of_workers_are_named_and_leave_nothing(groups, do, error, message):
+    makes = [partial(Doing, lambda: None), partial(Doing, do)]
+    collector = MultiSyncCollector(
+        makes,
+        num_envs=2,
+        env_groups=groups,
+        inference="central",
+        frames_per_batch=40,
+        timeout=1.0 if do is hang else None,
+    )
+    pids = rig.workers()
+    watched = [os.pidfd_open(pid) for pid in pids]
+    assert len(watched) >= 2
+    with rig.in_time(), pytest.raises(error, match=message):
+        collector.rollout()
+    collector.shutdown()
+    for fd in watched:
+        assert select.select([fd], [], [], rig.LIMIT * rig.load())[0], "a worker was left behind"
+        os.close(fd)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_policy_that_fails_says_at_which_step(groups):
+    calls = []
+
+    def act(observation):
+        calls.append(observation)
+        if len(calls) == 6:
+            raise LookupError("no idea")
+        return torch.zeros(observation.shape[0], dtype=torch.int64)
+
+    with (
+        MultiSyncCollector(
+            "CartPole-v1",
+            act,
+            num_workers=2,
+            num_envs=2,
+            env_groups=groups,
+            inference="central",
+            frames_per_batch=80,
+        ) as collector,
+        pytest.raises(LookupError, match="no idea") as caught,
+    ):
+        collector.rollout()
+    assert any("the policy raised this at step" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_nothing_is_left_behind(groups):
+    def use():
+        collector = MultiSyncCollector(
+            "CartPole-v1",
+            num_workers=2,
+            num_envs=2,
+            env_groups=groups,
+            inference="central",
+            frames_per_batch=8,
+        )
+        collector.rollout()
+        collector.shutdown()
+
+    use()
+    with rig.nothing_left_behind():
+        use()
+        use()
+
+
+def test_batches_that_are_kept_never_change():
+    collector = MultiSyncCollector(
+        "CartPole-v1",
+        num_workers=2,
+        num_envs=2,
+        env_groups=2,
+        inference="central",
+        frames_per_batch=16,
+        total_frames=160,
+    )
+    kept = [(batch, batch.clone()) for batch in collector]
+    assert all(same(batch, copy) for batch, copy in kept)
+    assert isinstance(kept[0][0], TensorDict)
+    collector.shutdown()
