@@ -30,6 +30,7 @@ def all_cases() -> list[Case]:
         half_cheetah("vecnorm", "VecNormV2, ClipTransform", _running, 6.0, None),
         cartpole("inside", 20.0),
         cartpole("around", 20.0),
+        parallel(),
         pong(),
     ]
 
@@ -126,6 +127,37 @@ def cartpole(where: str, target: float) -> Case:
                 0.7,
             ),
         ],
+        check=_equal,
+    )
+
+
+def parallel() -> Case:
+    """Environments in processes, the policy in the learner; each library's ``ParallelEnv``."""
+    count = 8
+    factories = envs.seeded(envs.cartpole, count)
+    frames = count * STEPS
+
+    def member(factory: Any) -> Any:
+        return transformed(peers.torchrl_gym(factory), _counted)
+
+    makers = [partial(member, factory) for factory in factories]
+
+    def over_workers() -> System:
+        from gleanrl.envs import ParallelEnv
+
+        return ours.inline(ParallelEnv(count, makers), POLICY, frames)
+
+    def torchrl() -> System:
+        from torchrl.envs import ParallelEnv
+
+        return peers.torchrl(ParallelEnv(count, makers), POLICY, frames)
+
+    return Case(
+        "torchrl-parallel",
+        f"ParallelEnv({count}) of TorchRL's CartPole-v1, StepCounter, RewardSum, InitTracker "
+        "inside, 64-64 MLP",
+        over_workers,
+        [Reference("TorchRL Collector", torchrl, 5.0)],
         check=_equal,
     )
 

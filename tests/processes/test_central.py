@@ -21,7 +21,7 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torch import nn
-from torchrl.envs import Compose, DoubleToFloat, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import Compose, DoubleToFloat, GymWrapper, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import GymEnv as TorchRLGymEnv
 
 from gleanrl import (
@@ -175,6 +175,35 @@ def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
         assert all(same(a, b) for a, b in zip(one, two, strict=True))
 
     check()
+
+
+class OwnSeed(gym.Wrapper):
+    """Seeds its first reset, so that a reset more or less shows."""
+
+    def __init__(self, seed):
+        super().__init__(gym.make("CartPole-v1"))
+        self._first = seed
+
+    def reset(self, *, seed=None, options=None):
+        seed, self._first = self._first if seed is None else seed, None
+        return self.env.reset(seed=seed, options=options)
+
+
+def own_seed(seed, in_torchrl):
+    env = OwnSeed(seed)
+    if not in_torchrl:
+        return env
+    return TransformedEnv(GymWrapper(env, categorical_action_encoding=True), StepCounter())
+
+
+@pytest.mark.parametrize("in_torchrl", [False, True])
+def test_environments_are_reset_as_often_as_in_this_process(in_torchrl):
+    makes = [partial(own_seed, seed, in_torchrl) for seed in range(4)]
+    found = []
+    for kind, options in ((MultiSyncCollector, {"inference": "central"}), (Collector, {})):
+        with kind(makes, greedy(4, 2), frames_per_batch=40, total_frames=120, **options) as data:
+            found.append([batch.clone() for batch in data])
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -205,7 +205,10 @@ class EnvGroup:
             self._row.step_row(bool(resets))
             return False
         rollouts: Any = self._rollouts
-        cut = np.flatnonzero(self._cut).tolist() if cuts else ()
+        cut: Sequence[int] = ()
+        if cuts:
+            cut = np.flatnonzero(self._cut).tolist()
+            self._cut[:] = False
         ended = rollouts.step(number - 1, t, cut)
         if ended:
             self._ended[list(ended)] = True

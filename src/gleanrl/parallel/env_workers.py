@@ -332,6 +332,12 @@ class WorkerGroup:
             while self.pending:
                 self.workers.take_answers(began)
 
+    def forget(self) -> None:
+        """Forget what a rollout that failed has left."""
+        self.wait()
+        self._failed, self._some_ended = [], False
+        self._ended[:] = self.cut[:] = False
+
     def settle(self) -> list[int]:
         """Wait for the answers that are due; return the environments that ended.
 

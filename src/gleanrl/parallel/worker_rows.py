@@ -68,6 +68,7 @@ class WorkerRows(EnvRows):
         super().begin(window, carry)
         self._number, self._target = self._targets.get(window) or self._open(window)
         self._last, self._after_last = window.steps - 1, carry
+        self._group.forget()
         if self._target is not window:
             _copy(window, self._target, self._target.keys())
 
@@ -79,13 +80,13 @@ class WorkerRows(EnvRows):
         """Have workers take step ``t``; `complete` has to follow."""
         if self._target is not self._window:
             _copy(self._window, self._target, self._given, t)
-        self._group.cut[list(cut)] = True
+        if cut:
+            self._group.cut[list(cut)] = True
         self._group.give(CUT if cut else STEP, self._number, t)
 
     def complete(self, t: int) -> Sequence[int]:
         """Wait until all workers took step ``t``; return the environments that ended."""
         ended = self._group.settle()
-        self._group.cut[:] = False
         if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
         return ended
@@ -122,8 +123,8 @@ class WorkerRows(EnvRows):
         group.wait()
         _copy(carry, self.carry, self._seen)
         for worker, part in enumerate(group.parts):
-            own = [env - part.start for env in part if envs is None or env in envs]
-            if own:
+            own = None if envs is None else [env - part.start for env in part if env in envs]
+            if own != []:
                 chosen[worker] = own, options
         group.ask("restart_rollouts", chosen, group.workers.timeout)
         _copy(self.carry, carry, self._seen)
