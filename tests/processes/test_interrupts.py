@@ -58,7 +58,7 @@ def central(envs, **options):
 
 @pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector, central])
 def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind):
-    """At every eleventh line; each collector ends, and nothing of it stays."""
+    """At every eleventh line or less often; each collector ends, and nothing of it stays."""
     envs = [rig.counting(0), rig.counting(1)]
     frames = FRAMES * (1 if kind is MultiAsyncCollector else 2)
     line, interrupted, closed, at = 1, 0, 0, None
@@ -74,7 +74,7 @@ def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind)
             collector.rollout()  # an interrupt before anything began changes nothing
         collector.shutdown()
         assert (kept == copy).all()
-        line += 11
+        line += 11 if kind is not central else 89  # a worker more to start, and busy waits
     assert interrupted > 10
     assert closed > interrupted / 2
 
