@@ -352,6 +352,7 @@ def test_collector_with_num_collectors_takes_it():
         ({"inference": "middle"}, ConfigError, "must be 'workers' or 'central'"),
         ({"env_groups": 2}, ConfigError, r"env_groups \(2\) must divide .* \(num_envs=None\)"),
         ({"env_groups": 2, "num_envs": 3}, ConfigError, r"env_groups \(2\) must divide"),
+        ({"env_groups": 17, "num_envs": 17}, ConfigError, "at most 16"),
         ({"preemptive_threshold": 0.5}, ConfigError, "same steps"),
         ({"cat_results": 0}, ConfigError, "one batch already"),
         ({"backend": "inline"}, ConfigError, "workers are processes"),

@@ -712,10 +712,53 @@ def test_a_worker_that_is_killed_in_a_collectors_rollout_is_named_soon():
         os.close(fd)
 
 
+def test_two_collectors_after_each_other_have_windows_of_their_own():
+    with ParallelEnv(2, Plain) as env:
+        found = []
+        for _ in range(2):
+            collector = Collector(env, frames_per_batch=16, total_frames=-1)
+            collector.set_seed(3)
+            found.append(collector.rollout())
+            collector.shutdown(close_env=False)
+        assert same(found[0].clone(), batches_of(SerialEnv(2, Plain)))
+        assert torch.equal(found[0]["observation"], found[1]["observation"])
+
+
+def batches_of(env):
+    with Collector(env, frames_per_batch=16, total_frames=-1) as collector:
+        collector.set_seed(3)
+        return collector.rollout().clone()
+
+
+def test_the_end_of_all_workers_at_once_is_named():
+    with ParallelEnv(2, Walk) as env:
+        root = env.rand_action(env.reset())
+        env.step(root)
+        for pid in env.call(PID):
+            os.kill(pid, signal.SIGKILL)
+        with rig.in_time(), pytest.raises(WorkerDied, match="killed by signal 9"):
+            env.step(root)
+
+
+def test_closing_does_not_wait_for_a_forked_child():
+    env = ParallelEnv(2, Walk)
+    env.step(env.rand_action(env.reset()))
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        began = time.monotonic()
+        env.close()
+        assert time.monotonic() - began < 5 * rig.load()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_forked_child_leaves_the_workers_of_its_parent_alone():
     with ParallelEnv(1, Walk) as env:
         env.set_seed(3)
-        env.reset()
+        env.step(env.rand_action(env.reset()))
         child = os.fork()
         if not child:
             try:

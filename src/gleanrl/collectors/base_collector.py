@@ -509,7 +509,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 ``True``, because their environments end with their process.
             raise_on_error: Raise the exception of an environment's ``close``.
         """
-        in_process = self.collection.plan.in_process or self._engine.set_aside is not None
+        plan = self.collection.plan
+        in_process = (plan.in_process and not plan.central) or self._engine.set_aside is not None
         if not (close_env or in_process):
             raise RuntimeError(
                 "close_env=False: the environments of workers cannot outlive their process"

@@ -10,6 +10,7 @@ from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int
+from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
 
@@ -80,6 +81,8 @@ def central_plan(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
         ConfigError: the environments of a worker cannot be dealt out to the groups.
     """
     given, groups = arguments["num_envs"], check_int("env_groups", arguments["env_groups"], least=1)
+    if groups > MOST_GROUPS:
+        raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")
     each, uneven = divmod(1 if given is None else check_int("num_envs", given, least=1), groups)
     if uneven:
         raise ConfigError(

@@ -212,13 +212,14 @@ class EnvGroup:
         ended = rollouts.step(number - 1, t, cut)
         if ended:
             self._ended[list(ended)] = True
-            self._reset_s[0] = rollouts.rows.reset_s
+        self._reset_s[0] = rollouts.rows.reset_s
         return bool(ended)
 
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
         rollouts: Any = self._rollouts
         rollouts.rows.finish(int(self._order[1]))
+        self._reset_s[0] = rollouts.rows.reset_s
         return False
 
     def fail(self, error: BaseException) -> None:

@@ -79,7 +79,9 @@ class Pulses:
         return [(answer >> _CODE_BITS, answer & (1 << _CODE_BITS) - 1) for answer in found]
 
     def stop(self) -> None:
-        """Have all workers' waits return 0 from now on."""
+        """Have all workers' waits return 0, even if a forked child keeps the pipes open."""
+        for worker in range(len(self._orders)):
+            self.send(worker, 0)
         _close(self._orders)
 
     def close(self) -> None:

@@ -95,7 +95,9 @@ class EnvWorkers:
         self._owner = os.getpid()
         self._serving: list[Ticket] = []
         self.groups = [WorkerGroup(self, number) for number in range(len(plan.groups))]
-        self._closing = weakref.finalize(self, _close, self.pulses, self.session, 5.0, False)
+        self._closing = weakref.finalize(
+            self, _close, self.pulses, self.session, self._owner, 5.0, False
+        )
 
     def _builder(
         self, plan: EnvWorkersPlan, index: int, groups: Sequence[Any], stream: int
@@ -116,8 +118,8 @@ class EnvWorkers:
 
     def serve(self) -> None:
         """Have all workers wait for orders, if they do not already."""
+        self._check_usable()
         if not self._serving:
-            self._check_usable()
             workers = range(self.count)
             self._serving = [self.session.send(index, m.Call("serve")) for index in workers]
 
@@ -131,10 +133,12 @@ class EnvWorkers:
             WorkerDied: a worker ended.
             CollectorTimeout: a step took longer than the timeout.
         """
-        if not interruptible(self.pulses.wait, _LOOK_MS):
+        self._check_usable()
+        came = interruptible(self.pulses.wait, _LOOK_MS)
+        answers = self.pulses.take() if came else []
+        if not answers:  # in time; or all workers have ended
             self._look(began)
-            return
-        for index, answer in self.pulses.take():
+        for index, answer in answers:
             self.groups[answer >> GROUP_BITS].answered(index, answer & _MASK)
 
     def _look(self, began: float) -> None:
@@ -190,8 +194,10 @@ class EnvWorkers:
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End all workers within ``timeout`` seconds. Idempotent."""
+        for group in self.groups:
+            group.pending.clear()
         if self._closing.detach() is not None:
-            _close(self.pulses, self.session, timeout, raise_on_error)
+            _close(self.pulses, self.session, self._owner, timeout, raise_on_error)
 
 
 def _stream() -> int:
@@ -201,8 +207,11 @@ def _stream() -> int:
     return int(torch.randint(1 << 40, (), generator=generator)) + (next(_made) << 20)
 
 
-def _close(pulses: Pulses, session: Session, timeout: float, raise_on_error: bool) -> None:
-    pulses.stop()
+def _close(
+    pulses: Pulses, session: Session, owner: int, timeout: float, raise_on_error: bool
+) -> None:
+    if owner == os.getpid():  # a forked child has the pipes, too
+        pulses.stop()
     try:
         session.close(timeout, raise_on_error=raise_on_error)
     finally:
@@ -219,7 +228,11 @@ class WorkerGroup:
 
     def __init__(self, workers: EnvWorkers, number: int) -> None:
         """Be group ``number`` of ``workers``."""
-        self.workers, self._number = workers, number
+        # A cycle would keep processes until the garbage collector runs.
+        self.workers: EnvWorkers = weakref.proxy(workers)
+        self._number = number
+        self.opened = 0
+        """Windows that workers have been told of."""
         self.pending: set[int] = set()
         """Workers that owe an answer."""
         self._failed: list[int] = []

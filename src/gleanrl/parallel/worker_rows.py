@@ -43,7 +43,6 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        self._opened = 0
         self._targets: WeakKeyDictionary[Window, tuple[int, Window]] = WeakKeyDictionary()
         """By a collector's window: the one that workers write, and its number among theirs."""
         self.carry = group.reserve(layout.observations, 1)
@@ -112,9 +111,9 @@ class WorkerRows(EnvRows):
             target = group.reserve(fields, window.steps)
         parts = enumerate(group.references(target, keys))
         group.ask("open", {index: (reference,) for index, reference in parts})
-        self._opened += 1
-        self._targets[window] = self._opened, target
-        return self._opened, target
+        group.opened += 1  # by all collectors over these environments
+        self._targets[window] = group.opened, target
+        return group.opened, target
 
     # -- everything else -------------------------------------------------------------------------
 
