@@ -24,7 +24,7 @@ from device_rig import (
 )
 from torch import nn
 
-from gleanrl import Collector, Interruptor
+from gleanrl import Collector, Interruptor, MultiSyncCollector
 
 ENVS = {
     "rows": (Walk, {"num_envs": 3}),
@@ -109,6 +109,23 @@ def test_every_option_does_the_same(env, option):
     check_same(there, collect(env, "recurrent", **OPTIONS[option]))
     devices = {value.device for batch in there for value in batch.values(True, True)}
     assert devices == {torch.device(ON, 0)}
+
+
+def test_a_state_reaches_the_policy_of_every_group_of_environments():
+    def make():
+        options = {"num_envs": 2, "env_groups": 2, "inference": "central", "policy_device": ON}
+        return MultiSyncCollector([Walk], sampling(), frames_per_batch=8, **options)
+
+    weights = {name: torch.full_like(value, 7.0) for name, value in sampling().state_dict().items()}
+    with make() as one:
+        one.update_policy_weights_(weights)
+        state = one.state_dict()
+    with make() as other:
+        other.load_state_dict(state)
+        first, second = other.cascade_execute("policy.state_dict")
+    for name, value in weights.items():
+        assert torch.equal(first[name].cpu(), value)
+        assert torch.equal(second[name].cpu(), value)
 
 
 @pytest.mark.parametrize("env", ["rows", "plain", "tensordict"])

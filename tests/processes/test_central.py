@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import sys
+import time
 from functools import partial
 
 import cloudpickle
@@ -364,6 +365,32 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, m
         MultiSyncCollector(
             ["CartPole-v1"] * 2, frames_per_batch=4, **{"inference": "central", **options}
         )
+
+
+def test_arguments_about_processes_reach_them():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    collector = MultiSyncCollector(
+        ["CartPole-v1"] * 2,
+        inference="central",
+        frames_per_batch=4,
+        num_threads=1,
+        replay_buffer=ReplayBuffer(storage=LazyTensorStorage(9)),
+    )
+    try:
+        assert torch.get_num_threads() == 1
+        with pytest.raises(ConfigError, match="inference='workers'"):
+            collector.start()
+    finally:
+        collector.shutdown()
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(before)
+
+    def slow():
+        time.sleep(60)
+
+    with rig.in_time(), pytest.raises(CollectorTimeout, match=r"within 0\.5 s"):
+        MultiSyncCollector([slow], inference="central", frames_per_batch=4, start_timeout=0.5)
 
 
 def test_asynchronous_and_single_collectors_refuse_it_by_name():

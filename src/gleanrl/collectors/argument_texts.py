@@ -129,7 +129,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "worker_idx": "This collector's index among its parent's workers.",
         "init_fn": "A function that every worker calls first.",
         "num_threads": "torch threads of this process while workers run; by default their present "
-        "number less one per worker.",
+        "number less one per worker, or, with central inference, their present number.",
         "inference": 'The place of the policy. ``"workers"``: each worker has a copy. '
         '``"central"``: the policy of this process acts in the environments of all workers at '
         "once, and workers only step environments; synchronous collectors over processes.",

@@ -119,8 +119,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self._watching = Watching(name, arguments["progress"], arguments["logger"])
         with ExitStack() as undo:
             # Only workers that are processes of this machine take cores from this one.
-            alone = plan.in_process or plan.remote
-            wanted = torch.get_num_threads() if alone else arguments["num_threads"]
+            alone, wanted = plan.in_process or plan.remote, arguments["num_threads"]
+            wanted = torch.get_num_threads() if alone and wanted is None else wanted
             threads = _Threads(wanted, self.num_workers)
             self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
@@ -301,9 +301,11 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         if self._engine.backend.inline:
             raise ConfigError(
-                "start() collects while the learner goes on, with which environments and policy of "
-                "backend='inline' would share random generators, exploration type and other "
-                "settings; use backend='process'"
+                "start() collects while the learner goes on, with which a policy in this process "
+                "(backend='inline', or inference='central') would share random generators, "
+                "exploration type and other settings; use backend='process'"
+                + " with inference='workers'"
+                * self.collection.plan.central
             )
 
     is_running = method_of("_background", BackgroundFilling.is_running)

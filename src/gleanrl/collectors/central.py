@@ -93,6 +93,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
         storing=GymOptions(**{name: arguments[name] for name in _STORING}),
         threads=check_int("num_sub_threads", arguments["num_sub_threads"], least=1),
         timeout=arguments["timeout"],
+        start_timeout=arguments["start_timeout"],
     )
     envs = [
         ParallelEnv(

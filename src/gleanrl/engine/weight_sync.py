@@ -150,9 +150,10 @@ class Models:
                 check_weights(policy, weights_of(state))
 
     def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
-        """Load a policy state into the running policy (and the learner's, which it may be)."""
+        """Load a policy state into the running policies (and the learner's, which they may be)."""
+        running = self._session.request_all(m.Get(_POLICY))
         for state, _ in states.values():
-            for policy in (self.policy, self.running(_POLICY)):
+            for policy in (self.policy, *running):
                 if state and isinstance(policy, nn.Module):
                     load_weights(policy, weights_of(state))
 

@@ -115,10 +115,10 @@ class EnvGroup:
             ConfigError: they do not fit together.
         """
         self.envs = SerialEnv.of(envs)
-        self._memory = memory
+        self._memory: Any = memory
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
-        self._rollouts: _Rollouts | None = None
+        self._rollouts: _Rollouts
         self._error: BaseException | None = None
 
     def described(self) -> EnvGroupInfo:
@@ -150,7 +150,7 @@ class EnvGroup:
                 rows = transformed_rows(TensorDictHandle(self.envs), fresh=True)
             except Unproven:
                 return None
-            specs = rows.own_specs()
+            specs = rows.proven_specs()
         if specs is None:
             return None
         self._rollouts = _Rollouts(rows)
@@ -170,8 +170,7 @@ class EnvGroup:
 
     def share(self, places: SharedPlaces, row: WindowRef) -> None:
         """Take the places of what is shared: the row of the `ParallelEnv`, which is window 0."""
-        memory: Any = self._memory
-        found = memory.map()
+        found = self._memory.map()
         self._order = np.frombuffer(found, np.int64, 3, places.order)
         self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
         self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
@@ -180,17 +179,11 @@ class EnvGroup:
 
     def open_carry(self, carry: WindowRef) -> None:
         """Take the place, one step long, where rollouts leave what the next one begins with."""
-        memory, rollouts = self._memory, self._rollouts
-        assert memory is not None
-        assert rollouts is not None
-        rollouts.carry = map_window(memory.map(), carry)
+        self._rollouts.carry = map_window(self._memory.map(), carry)
 
     def open(self, window: WindowRef) -> None:
         """Add a window for rollouts; they are numbered from 1."""
-        memory, rollouts = self._memory, self._rollouts
-        assert memory is not None
-        assert rollouts is not None
-        rollouts.windows.append(map_window(memory.map(), window))
+        self._rollouts.windows.append(map_window(self._memory.map(), window))
 
     # -- orders: what is to be done lies in memory -------------------------------------------------
 
@@ -204,7 +197,7 @@ class EnvGroup:
         if number == 0:
             self._row.step_row(bool(resets))
             return False
-        rollouts: Any = self._rollouts
+        rollouts = self._rollouts
         cut: Sequence[int] = ()
         if cuts:
             cut = np.flatnonzero(self._cut).tolist()
@@ -217,9 +210,9 @@ class EnvGroup:
 
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
-        rollouts: Any = self._rollouts
-        rollouts.rows.finish(int(self._order[1]))
-        self._reset_s[0] = rollouts.rows.reset_s
+        rows = self._rollouts.rows
+        rows.finish(int(self._order[1]))
+        self._reset_s[0] = rows.reset_s
         return False
 
     def fail(self, error: BaseException) -> None:
@@ -249,8 +242,7 @@ class EnvGroup:
 
     def restart_rollouts(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments into the carry: all, or those with the given indices."""
-        rollouts: Any = self._rollouts
-        rollouts.rows.reset(rollouts.carry, envs, **options)
+        self._rollouts.rows.reset(self._rollouts.carry, envs, **options)
 
     def seed(self, seed: int, static: bool) -> int:
         """Seed environments, from their next reset on, and this process's random streams."""

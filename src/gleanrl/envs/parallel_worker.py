@@ -30,8 +30,8 @@ LEAVE = 15
 STEPPED, ENDED, FAILED = range(3)
 """Answers: no environment ended; some did; an exception, which `EnvGroup.reraise` raises."""
 GROUP_BITS = 4
-MOST_GROUPS = 1 << (8 - GROUP_BITS)
 """A pulse is an order or an answer in so many bits, and the number of the group above them."""
+MOST_GROUPS = 1 << (8 - GROUP_BITS)
 
 
 @dataclass(frozen=True, slots=True)

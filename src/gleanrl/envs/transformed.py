@@ -65,8 +65,8 @@ class TransformedRows(EnvRows):
         """Whether the environment is stepped by its own methods."""
         return bool(self._why)
 
-    def own_specs(self) -> dict[Key, Spec] | None:
-        """Return specs of actions that do without this environment; ``None`` if there are none."""
+    def proven_specs(self) -> dict[Key, Spec] | None:
+        """Return specs of our own that draw what the environment draws; ``None`` without proof."""
         specs = {key: drawn.own for key, drawn in self._drawn.items() if drawn.own is not None}
         return specs if len(specs) == len(self._drawn) else None
 

@@ -1,8 +1,7 @@
 """Pulses: single bytes through pipes, with which a process and its workers wake each other.
 
-A message through a socket, with its header and its reply's ticket, costs some hundred
-microseconds. A pulse costs a tenth of that; all else that the two have to say lies in shared
-memory.
+A message through a socket, with its header and its reply's ticket, costs several times as much.
+All else that the two have to say lies in shared memory.
 """
 
 from __future__ import annotations

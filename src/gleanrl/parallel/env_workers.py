@@ -56,6 +56,8 @@ class EnvWorkersPlan:
     """torch threads of each worker."""
     timeout: float | None
     """Seconds that a step may take."""
+    start_timeout: float = 120.0
+    """Seconds in which each process must start; all have the same time again to build."""
     groups: list[Sequence[Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
@@ -85,8 +87,9 @@ class EnvWorkers:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
-                lambda _: ProcessBackend(plan.threads),
+                lambda _: ProcessBackend(plan.threads, plan.start_timeout),
                 [self._builder(plan, index, groups, stream) for index, groups in enumerate(dealt)],
+                start_timeout=plan.start_timeout,
             )
         except BaseException:
             self.pulses.close()
@@ -171,9 +174,9 @@ class EnvWorkers:
         self._check_usable()
         for group in self.groups:
             group.wait()
-        for index in range(self.count) if self._serving else ():
-            self.pulses.send(index, LEAVE)
         tickets, self._serving = self._serving, []
+        for ticket in tickets:
+            self.pulses.send(ticket.worker, LEAVE)
         deadline = Deadline(CONTROL_S)
         for ticket in tickets:
             while ticket.due:
@@ -266,6 +269,11 @@ class WorkerGroup:
         base = memory.reserve(slab.nbytes)
         return map_window(memory.map(), slab.reference(0, 0, base, 0))
 
+    def copy_of(self, window: Window, keys: Iterable[Key]) -> Window:
+        """Return a window that workers can map, with the entries ``keys`` of ``window``."""
+        fields = [_field(key, window.tensor(key)) for key in keys]
+        return self.reserve(fields, window.steps)
+
     def sees(self, window: Window) -> bool:
         """Tell whether all of ``window`` is in the memory."""
         tensors, offset_of = map(window.tensor, window.keys()), self.workers.memory.offset_of
@@ -281,8 +289,7 @@ class WorkerGroup:
             for (key, tensor), start in zip(found, starts, strict=True):
                 assert start is not None, "not in the memory of workers"
                 env, time = (tensor.itemsize * stride for stride in tensor.stride()[:2])
-                one = Field(key, tuple(tensor.shape[2:]), tensor.dtype)
-                blocks.append(m.Block(one, start + part.start * env, env, time))
+                blocks.append(m.Block(_field(key, tensor), start + part.start * env, env, time))
             references.append(m.WindowRef(0, index, len(part), window.steps, tuple(blocks)))
         return references
 
@@ -369,3 +376,7 @@ class WorkerGroup:
         ended: list[int] = np.flatnonzero(self._ended).tolist()
         self._ended[ended] = False
         return ended
+
+
+def _field(key: Key, tensor: torch.Tensor) -> Field:
+    return Field(key, tuple(tensor.shape[2:]), tensor.dtype)

@@ -65,7 +65,6 @@ class ParallelEnv(RowEnv):
         num_sub_threads: int = 1,
         timeout: float | None = None,
         shutdown_timeout: float = _CLOSE_S,
-        storing: GymOptions | None = None,
         sharing: EnvWorkersPlan | None = None,
         **torchrl: Any,
     ) -> None:
@@ -83,7 +82,6 @@ class ParallelEnv(RowEnv):
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
-            storing: How data of Gymnasium environments are stored, for collectors.
             sharing: The plan of workers that this is one group of environments in.
             torchrl: TorchRL's other arguments; data are the same whatever they say.
 
@@ -108,7 +106,7 @@ class ParallelEnv(RowEnv):
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         makers = list(zip(factories, kwargs, strict=True))
         self._plan = sharing or EnvWorkersPlan(
-            storing=storing or GymOptions(),
+            storing=GymOptions(),
             threads=check_int("num_sub_threads", num_sub_threads, least=1),
             timeout=timeout if timeout is None else seconds("timeout", timeout),
         )

@@ -104,11 +104,7 @@ class WorkerRows(EnvRows):
     def _open(self, window: Window) -> tuple[int, Window]:
         """Tell workers of a new window."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
-        target = window
-        if not group.sees(window):
-            found = {key: window.tensor(key) for key in keys}
-            fields = [Field(key, tuple(t.shape[2:]), t.dtype) for key, t in found.items()]
-            target = group.reserve(fields, window.steps)
+        target = window if group.sees(window) else group.copy_of(window, keys)
         parts = enumerate(group.references(target, keys))
         group.ask("open", {index: (reference,) for index, reference in parts})
         group.opened += 1  # by all collectors over these environments

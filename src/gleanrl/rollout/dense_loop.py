@@ -32,7 +32,7 @@ def dense(
         try:
             act(t)
         except Exception as err:
-            note(err, f"the policy raised this at step {t} of the rollout")
+            _blame_policy(err, t)
             raise
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
@@ -42,12 +42,8 @@ def dense(
     return steps
 
 
-def _act(act: Callable[[int], None], t: int) -> None:
-    try:
-        act(t)
-    except Exception as err:
-        note(err, f"the policy raised this at step {t} of the rollout")
-        raise
+def _blame_policy(error: Exception, t: int) -> None:
+    note(error, f"the policy raised this at step {t} of the rollout")
 
 
 class DenseRollout(BaseSource):
@@ -113,8 +109,12 @@ class DenseRollout(BaseSource):
         act, complete = self._clock.begin(policy.act, self._env.complete)
         taken = 0
         while taken < steps and not (taken and stop[0]):
-            with self.acting():
-                _act(act, taken)
+            try:
+                with self.acting():
+                    act(taken)
+            except Exception as err:
+                _blame_policy(err, taken)
+                raise
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield
             ended = complete(taken)

@@ -30,6 +30,7 @@ from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.rollout.dense_loop import DenseRollout
 from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.source import BaseSource
 from gleanrl.rollout.step_log import StepLog
 from gleanrl.rollout.tracker import Tracker
 
@@ -138,6 +139,7 @@ def next_step(
 class PoolRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
+    collecting = BaseSource.collecting
     _DRAW_AHEAD = 32
     """Rows of random actions that are drawn at once; the rollout's raw steps are not known."""
 

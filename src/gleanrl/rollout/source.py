@@ -116,7 +116,8 @@ class BaseSource:
     @contextmanager
     def rolling(self) -> Iterator[None]:
         """Run a rollout without gradients, on the source's own streams, after due resets."""
-        with self.acting():
+        # As in `acting`, whose call would show in batches of one frame.
+        with self.streams.active(), torch.no_grad(), self._exploration():
             self.make_consistent()
             yield
         self.inconsistent = False

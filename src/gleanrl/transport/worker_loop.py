@@ -99,13 +99,10 @@ class Worker:
         """Collect as `handle` does, but yield while environments in other processes step."""
         began = monotonic()
         self._waited += began - self._idle_since
-        reference = command.window
-        window = self._open_window(reference)
+        source, steps = cast("InlineSource", self.source), command.window.steps
         try:
-            source = cast("InlineSource", self.source)
-            report = yield from source.collecting(
-                window, reference.steps, self._stop, command.random
-            )
+            window = self._window(command.window)
+            report = yield from source.collecting(window, steps, self._stop, command.random)
             self._complete(report, began)
             return m.Rolled(self._index, ticket, report)
         except Exception as err:
@@ -139,12 +136,13 @@ class Worker:
         report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited, resets
 
     def _collect(self, command: m.Collect) -> m.Report:
-        reference = command.window
+        window, steps = self._window(command.window), command.window.steps
+        return self.source.collect(window, steps, self._stop, command.random)
+
+    def _window(self, reference: m.WindowRef) -> Window:
         if reference.blocks:
-            window = self._open_window(reference)
-        else:  # of a source whose rollouts lie elsewhere
-            window = Window({}, reference.envs, reference.steps)
-        return self.source.collect(window, reference.steps, self._stop, command.random)
+            return self._open_window(reference)
+        return Window({}, reference.envs, reference.steps)  # the rollout will lie elsewhere
 
     def _load(self, snapshot: m.Snapshot) -> None:
         """Load the models that are newer here: messages and memory may overtake each other."""
