@@ -48,6 +48,7 @@ GROUPS = {
             "collectors.base_collector",
             "collectors.collector",
             "collectors.multi",
+            "collectors.async_batched",
             "collectors.distributed.generic",
             "collectors.distributed.rpc",
             "collectors.distributed.ray",

@@ -13,24 +13,26 @@ import numpy as np
 import pytest
 import rig
 import torch
+from central_rig import (
+    ENVS,
+    POLICIES,
+    SIZES,
+    greedy,
+    same,
+    sampling,
+    transformed,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-)
+from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.envs import Compose, DoubleToFloat, GymWrapper, RewardSum, StepCounter, TransformedEnv
-from torchrl.envs import GymEnv as TorchRLGymEnv
+from torchrl.envs import GymWrapper, StepCounter, TransformedEnv
 
 from gleanrl import (
     Collector,
     CollectorTimeout,
     ConfigError,
-    GymEnv,
-    MultiAsyncCollector,
     MultiSyncCollector,
     WorkerDied,
 )
@@ -38,82 +40,6 @@ from gleanrl.data import LazyTensorStorage, ReplayBuffer
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def transformed():
-    env = TorchRLGymEnv("CartPole-v1", categorical_action_encoding=True)
-    return TransformedEnv(env, Compose(StepCounter(9), RewardSum(), DoubleToFloat()))
-
-
-ENVS = {
-    "id": "CartPole-v1",
-    "function": lambda: gym.make("Acrobot-v1", max_episode_steps=9),
-    "TensorDict environment": lambda: GymEnv("CartPole-v1"),
-    "TorchRL's, transformed": transformed,
-}
-
-
-def linear(inputs, outputs):
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
-
-
-def greedy(inputs, outputs):
-    class Greedy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = linear(inputs, outputs)
-
-        def forward(self, observation):
-            return self.net(observation).argmax(-1)
-
-    return TensorDictModule(Greedy(), ["observation"], ["action"])
-
-
-def sampling(inputs, outputs):
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(linear(inputs, outputs), ["observation"], ["logits"]),
-        ProbabilisticTensorDictModule(
-            ["logits"],
-            ["action"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        ),
-    )
-
-
-def recurrent(inputs, outputs):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(11)
-            self.cell = nn.GRUCell(inputs, 5)
-            self.head = nn.Linear(5, outputs)
-
-        def forward(self, observation, hidden, is_init):
-            hidden = torch.where(is_init, torch.zeros_like(hidden), hidden)
-            hidden = self.cell(observation, hidden)
-            return self.head(hidden).argmax(-1), hidden
-
-    keys = ["observation", "hidden", "is_init"]
-    return TensorDictModule(Recurrent(), keys, ["action", ("next", "hidden")])
-
-
-def on_tensordicts(inputs, outputs):
-    net = linear(inputs, outputs)
-    return lambda td: td.set("action", net(td["observation"]).argmax(-1))
-
-
-POLICIES = {
-    "random": lambda *sizes: None,
-    "greedy": greedy,
-    "sampling": sampling,
-    "recurrent": recurrent,
-    "on TensorDicts": on_tensordicts,
-}
-SIZES = {"id": (4, 2), "function": (6, 3), "TensorDict environment": (4, 2)} | {
-    "TorchRL's, transformed": (4, 2)
-}
 
 
 def collected(collector, seed, rounds=None):
@@ -128,15 +54,6 @@ def collected(collector, seed, rounds=None):
         return found
     finally:
         collector.shutdown()
-
-
-def same(one, two):
-    keys = set(one.keys(True, True))
-    return (
-        one.shape == two.shape
-        and keys == set(two.keys(True, True))
-        and all(torch.equal(one[key], two[key]) for key in keys)
-    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -351,13 +268,15 @@ def test_collector_with_num_collectors_takes_it():
     ("options", "error", "message"),
     [
         ({"inference": "middle"}, ConfigError, "must be 'workers' or 'central'"),
-        ({"env_groups": 2}, ConfigError, r"env_groups \(2\) must divide .* \(num_envs=None\)"),
+        ({"env_groups": 2}, ConfigError, r"env_groups \(2\) must divide .* worker \(1\)"),
         ({"env_groups": 2, "num_envs": 3}, ConfigError, r"env_groups \(2\) must divide"),
         ({"env_groups": 17, "num_envs": 17}, ConfigError, "at most 16"),
         ({"preemptive_threshold": 0.5}, ConfigError, "same steps"),
         ({"cat_results": 0}, ConfigError, "one batch already"),
         ({"backend": "inline"}, ConfigError, "workers are processes"),
         ({"policy_device": ["cpu", "cpu"]}, ConfigError, "one policy"),
+        ({"min_batch_size": 2}, ConfigError, "needs asynchronous central inference"),
+        ({"inference": "workers", "env_groups": 2}, ConfigError, "needs inference='central'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, message):
@@ -393,9 +312,7 @@ def test_arguments_about_processes_reach_them():
         MultiSyncCollector([slow], inference="central", frames_per_batch=4, start_timeout=0.5)
 
 
-def test_asynchronous_and_single_collectors_refuse_it_by_name():
-    with pytest.raises(NotImplementedError, match="synchronous in this version"):
-        MultiAsyncCollector(["CartPole-v1"], frames_per_batch=4, inference="central")
+def test_a_single_collector_refuses_it_by_name():
     with pytest.raises(ConfigError, match="several workers"):
         Collector("CartPole-v1", frames_per_batch=4, inference="central")
 

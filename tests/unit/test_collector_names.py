@@ -45,7 +45,7 @@ def test_paths_resolve(path):
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
-        ("gleanrl.collectors", "AsyncBatchedCollector", "MultiSyncCollector"),
+        ("gleanrl.collectors", "LLMCollector", "TorchRL's collectors"),
         ("gleanrl.collectors.distributed", "RayEvalWorker", "RayCollector"),
         ("gleanrl.weight_update", "MPTransport", "a collector moves the weights"),
         ("gleanrl.envs", "TransformedEnv", "import it from torchrl.envs"),

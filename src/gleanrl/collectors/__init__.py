@@ -1,5 +1,6 @@
 """The collectors that users construct: names and arguments without further behaviour."""
 
+from gleanrl.collectors.async_batched import AsyncBatchedCollector
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed import (
@@ -50,13 +51,12 @@ aSyncDataCollector = AsyncCollector
 __getattr__ = refuse(
     __name__,
     {
-        "AsyncBatchedCollector": "use MultiSyncCollector with inference='central': its policy acts "
-        "in the environments of all workers at once",
         "LLMCollector": "use TorchRL's collectors for language models",
     },
 )
 
 __all__ = [
+    "AsyncBatchedCollector",
     "AsyncCollector",
     "BaseCollector",
     "Collector",

@@ -131,11 +131,21 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "num_threads": "torch threads of this process while workers run; by default their present "
         "number less one per worker, or, with central inference, their present number.",
         "inference": 'The place of the policy. ``"workers"``: each worker has a copy. '
-        '``"central"``: the policy of this process acts in the environments of all workers at '
-        "once, and workers only step environments; synchronous collectors over processes.",
+        '``"central"``: one policy acts in the environments of all workers, and workers only step '
+        "environments; collectors over processes.",
+        "policy_process": "With asynchronous central inference: ``False`` has the policy act in "
+        "this process while the collector is iterated, by default it is in a process of its own.",
+        "max_batch_size": "With asynchronous central inference, the most environments that a call "
+        "of the policy acts for; by default all that wait.",
+        "min_batch_size": "With asynchronous central inference, the environments that the policy "
+        "waits for, at most for ``max_wait_s`` seconds.",
+        "max_wait_s": "Seconds that an environment waits for others; see ``min_batch_size``.",
         "env_groups": "With central inference, parts of the environments that take turns: while "
         "one part steps, the policy acts in another. 2 pays if a call of the policy takes about as "
         "long as a worker's steps. A batch has the first part's environments first.",
+        "transition_chunk_size": "With asynchronous central inference, the steps of a rollout; a "
+        "batch puts the rollouts that arrive first one after another in time, as many as "
+        "``frames_per_batch`` asks for. By default a batch is one rollout.",
         "num_sub_threads": "torch threads of each worker.",
         "preemptive_threshold": "Share of the workers that finish their rollouts. The collector "
         "then stops the others, and a mask marks the steps that they did not reach. If the share "

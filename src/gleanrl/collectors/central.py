@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
+from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int
+from gleanrl.core.options import GymOptions, check_int, read_device, seconds
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
+from gleanrl.policies.joint import JointPolicy
+from gleanrl.rollout.build import SourceBuilder, on_device
+from gleanrl.transport.interleaved import CallSizes
 
 _WHY_NOT: Mapping[str, str] = {
     "collector_class": "workers have no collector of their own",
@@ -31,6 +36,25 @@ _OF_ONE = (
     "env_device",
     "policy_device",
 )
+_CENTRAL = ("env_groups",)
+_ASYNC = (
+    "policy_process",
+    "max_batch_size",
+    "min_batch_size",
+    "max_wait_s",
+    "transition_chunk_size",
+)
+"""The arguments of central inference, and of asynchronous central inference."""
+_INSIDE = (
+    "inference",
+    "env_groups",
+    *_ASYNC[1:],
+    "create_env_kwargs",
+    "num_sub_threads",
+    "timeout",
+    "start_timeout",
+)
+"""The arguments of the collector in the process of the policy that others do not pass on."""
 _STORING = [part.name for part in fields(GymOptions)]
 """The arguments that the environments get, in workers."""
 
@@ -40,18 +64,18 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
 
     Raises:
         ConfigError: no such kind, or arguments that it excludes.
-        NotImplementedError: it is asynchronous.
     """
     kind = arguments["inference"]
     if kind not in ("workers", "central"):
         raise ConfigError(f"inference ({kind!r}) must be 'workers' or 'central'")
+    usual = defaults(MultiArguments)
+    of_this_kind = {"workers": (), "central": _CENTRAL if sync else _CENTRAL + _ASYNC}[kind]
+    for name in (*_CENTRAL, *_ASYNC):
+        if name not in of_this_kind and arguments[name] != usual[name]:
+            needed = "asynchronous central inference" if name in _ASYNC else "inference='central'"
+            raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
     if kind == "workers":
         return False
-    if not sync:
-        raise NotImplementedError(
-            "inference='central' is synchronous in this version: use MultiSyncCollector, or "
-            "Collector(num_collectors=..., sync=True)"
-        )
     for name, why in _excluded(arguments):
         raise ConfigError(
             f"{name} ({arguments[name]!r:.80}) and inference='central' exclude each other: {why}"
@@ -70,46 +94,151 @@ def _excluded(arguments: Arguments) -> Iterator[tuple[str, str]]:
             yield name, "there is one policy and one batch, so give one value for all"
 
 
-def central_plan(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
+def policy_process_plan(
+    arguments: Arguments, functions: Sequence[Any], kind: Callable[..., Any]
+) -> WorkerPlan:
+    """Return the plan of a collector whose one worker has a policy for other workers.
+
+    Args:
+        arguments: Those of the collector.
+        functions: Each worker's ``create_env_fn``.
+        kind: The class of the collector in the process of the policy.
+    """
+    inside = {name: arguments[name] for name in _INSIDE}
+    usual = defaults(MultiArguments)
+    outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
+    return WorkerPlan(
+        {**arguments, **outside},
+        [list(functions)],
+        sync=False,
+        collector_class=partial(kind, policy_process=False, **inside),
+        serve=serve,
+    )
+
+
+def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> WorkerPlan:
     """Return the plan of a collector in this process over environments in workers.
 
     Args:
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
+        sync: Whether all environments take the same steps.
 
     Raises:
         ConfigError: the environments of a worker cannot be dealt out to the groups.
     """
-    given, groups = arguments["num_envs"], check_int("env_groups", arguments["env_groups"], least=1)
-    if groups > MOST_GROUPS:
-        raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")
-    each, uneven = divmod(1 if given is None else check_int("num_envs", given, least=1), groups)
-    if uneven:
-        raise ConfigError(
-            f"env_groups ({groups}) must divide the environments of each worker (num_envs={given})"
-        )
-    kwargs = env_kwargs(arguments["create_env_kwargs"], len(functions))
+    groups, members = arguments["env_groups"], _members(arguments, functions)
+    each = len(members[0]) // groups
+    count = len(functions)
+    kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
+        always_rows=not sync,
         storing=GymOptions(**{name: arguments[name] for name in _STORING}),
         threads=check_int("num_sub_threads", arguments["num_sub_threads"], least=1),
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
     )
+    # Asynchronous ones are groups of one worker each, which go on at their own pace.
+    parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]
     envs = [
         ParallelEnv(
-            len(functions),
-            [function for function in functions for _ in range(each)],
-            create_env_kwargs=[own for own in kwargs for _ in range(each)],
-            num_envs=each * len(functions),
+            len(part),
+            [env for worker in part for env in members[worker][first : first + each]],
+            create_env_kwargs=[kwargs[worker] for worker in part for _ in range(each)],
+            num_envs=each * len(part),
             sharing=sharing,
+            first_worker=part.start,
         )
-        for _ in range(groups)
+        for part in parts
+        for first in range(0, each * groups, each)
     ]
     usual = defaults(MultiArguments)
     dealt = {name: usual[name] for name in (*_STORING, "num_envs", "create_env_kwargs")}
     make = arguments["policy_factory"]
     if make is not None:  # all groups have one policy
         dealt |= {"policy": make(), "policy_factory": None}
-    plan = WorkerPlan({**arguments, **dealt}, envs, in_process=True, central=True)
-    plan.batches = replace(plan.batches, cat=0)
+    arguments = {**arguments, **dealt}
+    acting = on_device(
+        arguments["policy"],
+        read_device("policy_device", arguments["policy_device"] or arguments["device"]),
+    )
+    plan = WorkerPlan(
+        arguments,
+        envs,
+        sync=sync,
+        in_process=True,
+        central=True,
+        acting=acting if sync else JointPolicy(acting),
+    )
+    if sync:
+        plan.batches = replace(plan.batches, cat=0)
+        return plan
+    if each == 1 and arguments["num_envs"] != 1:
+        own = (plan.for_worker(part) for part in range(len(envs)))
+        plan.factories = [SourceBuilder(replace(options, drop_batch=True)) for options in own]
+    if (steps := arguments["transition_chunk_size"]) is not None:
+        plan.frames = [steps * each] * len(envs)
+        joined = plan.limits.frames_per_batch // (steps * each)
+        plan.batches, plan.pipeline.joined = replace(plan.batches, joined=joined), joined
     return plan
+
+
+def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
+    """Return what makes each environment of each worker.
+
+    Raises:
+        ConfigError: they cannot be dealt out to the groups.
+    """
+    number, groups = arguments["num_envs"], arguments["env_groups"]
+    if check_int("env_groups", groups, least=1) > MOST_GROUPS:
+        raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")
+    members = []
+    for create_env_fn in functions:
+        if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, str):
+            if number is not None:
+                raise ConfigError(
+                    f"num_envs ({number}) and lists of environments exclude each other"
+                )
+            members.append(list(create_env_fn))
+        else:
+            envs = 1 if number is None else check_int("num_envs", number, least=1)
+            members.append([create_env_fn] * envs)
+    counts = set(map(len, members))
+    if len(counts) > 1:
+        raise ConfigError(f"workers have {sorted(counts)} environments; give each as many")
+    if counts.pop() % groups:
+        raise ConfigError(
+            f"env_groups ({groups}) must divide the environments of each worker ({len(members[0])})"
+        )
+    return members
+
+
+def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Arguments:
+    """Return ``arguments`` with ``frames_per_batch`` rounded up to whole rollouts, if joined.
+
+    Raises:
+        ConfigError: the length of rollouts is no positive whole number.
+    """
+    steps = arguments["transition_chunk_size"]
+    if steps is None:
+        return arguments
+    if arguments["compact_obs"]:
+        raise ConfigError("compact_obs and transition_chunk_size exclude each other")
+    check_int("transition_chunk_size", steps, least=1)
+    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    frames = check_int("frames_per_batch", arguments["frames_per_batch"], least=1)
+    return {**arguments, "frames_per_batch": -(-frames // (steps * each)) * steps * each}
+
+
+def call_sizes(arguments: Arguments) -> CallSizes:
+    """Read the numbers of environments that a call of the policy acts for.
+
+    Raises:
+        ConfigError: they are no numbers, or contradict each other.
+    """
+    most, least = arguments["max_batch_size"], arguments["min_batch_size"]
+    least = check_int("min_batch_size", least, least=1)
+    most = None if most is None else check_int("max_batch_size", most, least=1)
+    if most is not None and most < least:
+        raise ConfigError(f"min_batch_size ({least}) must be at most max_batch_size ({most})")
+    return CallSizes(least, most, seconds("max_wait_s", arguments["max_wait_s"]))

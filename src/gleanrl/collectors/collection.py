@@ -19,6 +19,7 @@ from gleanrl.core.keys import MASK
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import Replacements
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
@@ -144,7 +145,8 @@ class Collection:
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        return self.pipeline.finish(self.engine.batches.fake_batch())
+        batch, count = self.engine.batches.fake_batch(), self.pipeline.joined
+        return self.pipeline.finish(batch if count == 1 else put_together([batch] * count))
 
     def failed(self) -> None:
         """Show that an exception ended collection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from tensordict import TensorDictBase
@@ -9,16 +10,25 @@ from torch import nn
 
 from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.central import central_plan, read_inference
+from gleanrl.collectors.central import (
+    call_sizes,
+    central_plan,
+    in_whole_rollouts,
+    policy_process_plan,
+    read_inference,
+)
 from gleanrl.collectors.class_of_backend import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
+from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.interruptor import stop_byte
 from gleanrl.engine.session import MakeBackend
-from gleanrl.transport.inline import InlineBackend, InterleavedBackend
+from gleanrl.policies.joint import JointPolicy
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.interleaved import InterleavedBackend, JointBackend
 from gleanrl.transport.process import ProcessBackend
 
 
@@ -60,17 +70,18 @@ class MultiCollector(BaseCollector):
         super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
-        if read_inference(arguments, self._sync):
-            plan = central_plan(arguments, functions)
-            stop = stop_byte(plan.interruptor)
-            several = len(plan.factories) > 1
-            backend = InterleavedBackend if several else InlineBackend
-            self._start(plan, lambda windows: backend(windows, stop))
-            return
-        kind = arguments["collector_class"]
         make = _make_backend(
             arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
         )
+        if read_inference(arguments, self._sync):
+            arguments = in_whole_rollouts(arguments, functions)
+            if self._sync or arguments["policy_process"] is False:
+                self._start_here(central_plan(arguments, functions, self._sync))
+            else:
+                self._start(policy_process_plan(arguments, functions, MultiAsyncCollector), make)
+            self.num_workers = len(functions)
+            return
+        kind = arguments["collector_class"]
         self._start(
             WorkerPlan(
                 arguments,
@@ -81,6 +92,32 @@ class MultiCollector(BaseCollector):
             ),
             make,
         )
+
+    def _start_here(self, plan: WorkerPlan) -> None:
+        """Start with the policy in this process, and the environments in others."""
+        stop, sizes = stop_byte(plan.interruptor), call_sizes(self._arguments)
+        make: MakeBackend = partial(InlineBackend, stop=stop)
+        if not self._sync:
+            make = partial(JointBackend, stop=stop, sizes=sizes)
+        elif len(plan.factories) > 1:
+            make = partial(InterleavedBackend, stop=stop)
+        self._start(plan, make)
+
+    def calls_of_policy(self, reset: bool = False) -> tuple[int, int]:
+        """Return the calls of the central policy, and the environments in all of them.
+
+        Only asynchronous collectors with ``inference="central"`` count them.
+
+        Args:
+            reset: Whether the counts begin anew.
+        """
+        acting = self.collection.plan.acting
+        if isinstance(acting, JointPolicy):
+            return acting.counted(reset)
+        if self._arguments["inference"] != "central" or self._sync:
+            raise ConfigError("only asynchronous central inference counts calls of the policy")
+        calls, rows = self._engine.request(0, m.Call("calls_of_policy", (reset,)))
+        return calls, rows
 
     def get_cached_weights(self, model_id: str) -> TensorDictBase | None:
         """Return the learner's weights, which the next update sends; ``None`` if it has none.

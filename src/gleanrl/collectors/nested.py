@@ -150,8 +150,8 @@ class NestedSource:
         begin = monotonic()
         batch = self._next()
         measured, ended = self._measured(monotonic() - begin), self._episodes()
-        self._reports.clear()
         frames, version = self._counted(batch)
+        self._reports.clear()
         if batch is None:  # the collector has put it into a buffer of its own
             return Report(steps, frames, version, 0, None, ended, measured=measured)
         if self._layout is not None and window.keys() and _fits(batch, self._layout, window):
@@ -182,7 +182,9 @@ class NestedSource:
         """Return the valid frames of ``batch`` and its policy version."""
         collector = self.collector
         if isinstance(collector, BaseCollector) and _takes_versions(collector):
-            frames, version = collector.collection.newest()
+            reports = [report for _, report in self._reports]
+            version = min((report.policy_version for report in reports), default=0)
+            frames = sum(report.frames for report in reports)
             return (frames if batch is None else _valid_frames(batch)), version
         return (0 if batch is None else _valid_frames(batch)), self._version
 

@@ -62,6 +62,7 @@ class WorkerPlan:
         serve: Serve = serve_rollouts,
         in_process: bool = False,
         central: bool = False,
+        acting: Any = None,
         remote: bool = False,
         kwargs: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -76,6 +77,7 @@ class WorkerPlan:
                 worker's settings, and the arguments of its whole collector (``None`` for none).
             in_process: Whether workers are in this process, with the user's own objects.
             central: Whether these workers are groups of environments in other processes.
+            acting: The policy that acts in them, if that is not the user's own object.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
 
@@ -87,7 +89,7 @@ class WorkerPlan:
         self.arguments, self.policy = arguments, arguments["policy"]
         self.functions, self.collector_class, self._serve = functions, collector_class, serve
         self.sync, self.in_process, self.remote = sync, in_process, remote
-        self.central = central
+        self.central, self.acting = central, self.policy if acting is None else acting
         self._kwargs = kwargs or [{}] * count
         if not remote:
             envs = arguments["num_envs"]
@@ -172,7 +174,7 @@ class WorkerPlan:
             **{name: own[name] for name in _OWN},
             create_env_fn=self.functions[worker],
             env_device=self.env_device[worker],
-            policy=self.policy if maker is None or self.in_process else None,
+            policy=self.acting if maker is None or self.in_process else None,
             policy_factory=maker,
             policy_device=self.policy_device[worker],
             exploration_type=self.exploration,

@@ -236,6 +236,8 @@ class SourceOptions(OwnOptions):
     policy_device: torch.device | None = None
     exploration_type: InteractionType = InteractionType.RANDOM
     track_policy_version: bool = False
+    drop_batch: bool = False
+    """Deliver the rollouts of one environment as ``[T]`` where it counts as a batch of one."""
     mask: bool = False
     """Deliver ``("collector", "mask")``: rollouts may be stopped early."""
     stream: int | None = None

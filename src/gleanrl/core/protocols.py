@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -53,6 +54,8 @@ class EnvBatch(Protocol):
     """Per action key, the set one environment's action may be drawn from."""
     can_cut: bool
     """Whether environments can be truncated and reset one by one."""
+    checks_actions: bool
+    """Whether environments get actions as the policy writes them, whatever their dtype."""
     reset_s: float
     """Seconds in resets that are calls of their own within a step."""
     memory: SharedMemory | None
@@ -108,6 +111,16 @@ class Env(EnvBatch, Protocol):
         Environments in other processes take the step meanwhile.
         """
 
+    @property
+    def under_way(self) -> bool:
+        """Whether `complete` would wait for a step in another process."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait a moment for news of these or other environments in the same processes.
+
+        At most so many ``seconds``.
+        """
+
     def complete(self, t: int) -> Sequence[int]:
         """Wait for the end of step ``t``; return what `step` returns."""
 
@@ -145,6 +158,8 @@ class Policy(Protocol):
     provided: Collection[Key]
     """What it may read that the collector provides: ``"is_init"``, bool ``[P, 1]``, true where an
     episode begins, and ``"step_count"``, int64 ``[P, 1]``, 0 there."""
+    requested: JointAct | None
+    """The act that `act` has left to a call for several rollouts; ``None`` if it has acted."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""
@@ -199,6 +214,21 @@ class Source(Protocol):
         """Release everything. Idempotent."""
 
 
+class JointAct(Protocol):
+    """A rollout's part in a call of a policy that acts for several rollouts."""
+
+    @property
+    def envs(self) -> int:
+        """The number of environments that wait for an action."""
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the policy's calls in the rollout so far."""
+
+    def act_with(self, others: Sequence[Any]) -> None:
+        """Have the policy act once for this rollout and for ``others``."""
+
+
 class InlineSource(Source, Protocol):
     """A source in the learner's process, whose environments may be in other processes."""
 
@@ -206,10 +236,27 @@ class InlineSource(Source, Protocol):
     def memory(self) -> SharedMemory | None:
         """Where windows should lie so that these processes can write them."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether its environments take a step in another process."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait a moment for news of these or other environments in the same processes.
+
+        At most so many ``seconds``.
+        """
+
+    def acting(self) -> AbstractContextManager[None]:
+        """Return the context in which its policy acts."""
+
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
-    ) -> Generator[None, None, Report]:
-        """Collect like `collect`, but yield while environments in other processes step."""
+    ) -> Generator[JointAct | None, None, Report]:
+        """Collect like `collect`, but yield twice per step.
+
+        First once the policy has acted, or with the `JointAct` that is to be carried out; then
+        while environments in other processes step.
+        """
 
 
 SourceFactory: TypeAlias = Callable[[int], Source]

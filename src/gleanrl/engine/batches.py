@@ -39,6 +39,8 @@ class BatchOptions:
     """Leave out steps that stopped rollouts never reached, unless rollouts are stacked."""
     single: bool = False
     """A batch is the rollout of one worker, the first to finish."""
+    joined: int = 1
+    """So many batches are put one after another in time before anything else is done."""
 
 
 class BatchPlan:

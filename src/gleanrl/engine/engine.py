@@ -75,7 +75,7 @@ class Engine(Session):
         """Per worker, the steps of its rollouts."""
         self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
         """Per worker, the frames of its rollouts."""
-        size = max(self.sizes) if options.single else sum(self.sizes)
+        size = max(self.sizes) * options.joined if options.single else sum(self.sizes)
         budget = Budget(limits.rounded(size, max(rows) if options.single else self.num_envs))
         self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
         if options.single:

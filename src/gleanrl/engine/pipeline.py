@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
+from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100
 """Batches without a whole trajectory after which a warning says that none will come."""
@@ -53,6 +54,10 @@ class Pipeline:
             self._stages += [_checked(postproc), drop_private]
         self._sink = sink
         self._not_stored = 0
+        self.joined = 1
+        """Collected batches that are put one after another in time."""
+        self._parts: list[TensorDictBase] = []
+        """Those of the next batch."""
         self._fruitless = 0
         self._equal = arguments["traj_quota"] == "equal"
         self._whole = _whole_trajectories(arguments)
@@ -72,7 +77,8 @@ class Pipeline:
     def __call__(self, batch: TensorDictBase, hook: Hook | None) -> deque[TensorDictBase | None]:
         """Return the deliveries for ``batch``: one entry, or one per full set of trajectories."""
         if self._whole is None:
-            return deque((self._finish(batch, hook),))
+            whole = self._join(batch)
+            return deque() if whole is None else deque((self._finish(whole, hook),))
         ready: deque[TensorDictBase | None] = deque()
         self._whole.push(batch)
         while (complete := self._whole.pop()) is not None:
@@ -87,6 +93,16 @@ class Pipeline:
                     "frames_per_batch or set max_frames_per_traj"
                 )
         return ready
+
+    def _join(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """Return ``batch`` together with those before; ``None`` if more are to come."""
+        if self.joined == 1:
+            return batch
+        self._parts.append(batch)
+        if len(self._parts) < self.joined:
+            return None
+        parts, self._parts = self._parts, []
+        return put_together(parts)
 
     @property
     def discarded(self) -> int:
@@ -105,7 +121,7 @@ class Pipeline:
         return not self._stages and self._whole is None and self._sink is None
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
-        """Apply the stages alone (no trajectories, hook or sink)."""
+        """Apply the stages alone (no joining, trajectories, hook or sink)."""
         for stage in self._stages:
             batch = stage(batch)
         return batch
@@ -137,10 +153,18 @@ class Pipeline:
             passed: A batch that was delivered in another way. What is still to come of the
                 trajectories in it is dropped, too.
         """
+        self._not_stored += sum(part.numel() for part in self._parts)
+        self._parts.clear()
         if self._sink is not None:
             self._sink.cut()
         if self._whole is not None:
             self._whole.reset(passed)
+
+
+def put_together(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Return ``parts`` one after another in time."""
+    whole = torch.cat(list(parts), -1)
+    return time_named(whole, whole.ndim - 1)
 
 
 def drop_private(batch: TensorDictBase) -> TensorDictBase:

@@ -35,6 +35,7 @@ from gleanrl.envs.tensordict import (
     state_leaves,
     widened,
 )
+from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
 from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
@@ -57,6 +58,7 @@ class RowsInfo:
     kind: str
     """The class of the user's environment."""
     can_cut: bool
+    checks_actions: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +139,15 @@ class EnvGroup:
             infos=self.envs.info_entries,
         )
 
-    def open_rows(self) -> RowsInfo | None:
-        """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts."""
-        rows: EnvRows
-        if isinstance(self._row, RowEnv):
-            if any(masked_specs(tree) for tree in spec_trees(self._row)):
-                return None
-            rows = self._row.rows
-            specs: Mapping[Key, Spec] | None = rows.action_specs
-        else:
-            try:
-                rows = transformed_rows(TensorDictHandle(self.envs), fresh=True)
-            except Unproven:
-                return None
-            specs = rows.proven_specs()
-        if specs is None:
+    def open_rows(self, always: bool = False) -> RowsInfo | None:
+        """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts.
+
+        With ``always``, environments with TensorDict methods of their own are called by these.
+        """
+        found = self._find_rows() or (self._tensordict_rows() if always else None)
+        if found is None:
             return None
+        rows, specs = found
         self._rollouts = _Rollouts(rows)
         return RowsInfo(
             layout=replace(rows.layout, batch_shape=()),
@@ -160,7 +155,26 @@ class EnvGroup:
             action_specs=specs,
             kind=type(self.envs.members[0]).__name__,
             can_cut=rows.can_cut,
+            checks_actions=rows.checks_actions,
         )
+
+    def _find_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]] | None:
+        """Return rows that step as the environments do, and the specs of actions."""
+        if isinstance(self._row, RowEnv):
+            masked = any(masked_specs(tree) for tree in spec_trees(self._row))
+            return None if masked else (self._row.rows, self._row.rows.action_specs)
+        try:
+            rows = transformed_rows(TensorDictHandle(self.envs), fresh=True)
+        except Unproven:
+            return None
+        specs = rows.proven_specs()
+        return None if specs is None else (rows, specs)
+
+    def _tensordict_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]]:
+        trees = [without_masks(widened(tree)) for tree in spec_trees(self.envs.members[0])]
+        leaves = (spec_leaves(tree) for tree in trees[:2])
+        seen, acted = ({key: ForeignSpec(leaf) for key, leaf in found} for found in leaves)
+        return TensorDictRows(TensorDictHandle(self.envs), (seen, acted)), acted
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""

@@ -29,6 +29,7 @@ class EnvRows(Env):
     """
 
     can_cut = True
+    checks_actions = False
     reset_s = 0.0
     memory: SharedMemory | None = None
     options: Any = None
@@ -82,6 +83,14 @@ class EnvRows(Env):
     def post(self, t: int, cut: Sequence[int]) -> None:
         """Take step ``t``, because these environments are in this process."""
         self._ended = self.step(t, cut)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step goes on: never, in this process."""
+        return False
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Do nothing: no step goes on."""
 
     def complete(self, t: int) -> Sequence[int]:
         """Return the environments that ended in the step that was posted."""

@@ -56,7 +56,7 @@ class VectorAdapter(WindowEnv):
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
-        self.can_cut = resets.singly
+        self.can_cut, self.checks_actions = resets.singly, False
         self._closed = False
         self._step: Callable[[Any], Any]
         self._rewards = np.zeros((0, self.num_envs))

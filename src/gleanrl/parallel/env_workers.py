@@ -56,12 +56,14 @@ class EnvWorkersPlan:
     """torch threads of each worker."""
     timeout: float | None
     """Seconds that a step may take."""
+    always_rows: bool = False
+    """Whether environments are stepped in rows even where that is not proven equal."""
     start_timeout: float = 120.0
     """Seconds in which each process must start; all have the same time again to build."""
-    groups: list[Sequence[Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
+    groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
-    """Per group and worker, callables that make environments, and their arguments."""
+    """Per group, by worker: callables that make environments, and their arguments."""
     started: EnvWorkers | None = None
 
     def start(self) -> EnvWorkers:
@@ -80,15 +82,18 @@ class EnvWorkers:
     def __init__(self, plan: EnvWorkersPlan) -> None:
         """Start the workers."""
         require_linux("workers in other processes")
-        dealt, stream = list(zip(*plan.groups, strict=True)), _stream()
-        self.timeout, self.count = plan.timeout, len(dealt)
+        self.timeout, self.count = plan.timeout, 1 + max(map(max, plan.groups))
+        stream, workers = _stream(), range(self.count)
+        self.groups = [WorkerGroup(self, list(group)) for group in plan.groups]
+        self._served = [[group for group in self.groups if w in group.members] for w in workers]
+        """Per worker, its groups, in the order of their numbers there."""
         self.pulses = Pulses(self.count)
         try:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
                 lambda _: ProcessBackend(plan.threads, plan.start_timeout),
-                [self._builder(plan, index, groups, stream) for index, groups in enumerate(dealt)],
+                [self._builder(plan, worker, stream) for worker in workers],
                 start_timeout=plan.start_timeout,
             )
         except BaseException:
@@ -97,24 +102,22 @@ class EnvWorkers:
         self.pulses.opened()
         self._owner = os.getpid()
         self._serving: list[Ticket] = []
-        self.groups = [WorkerGroup(self, number) for number in range(len(plan.groups))]
         self._closing = weakref.finalize(
             self, _close, self.pulses, self.session, self._owner, 5.0, False
         )
 
-    def _builder(
-        self, plan: EnvWorkersPlan, index: int, groups: Sequence[Any], stream: int
-    ) -> EnvWorkerBuilder:
-        """Return the function that makes worker ``index``."""
+    def _builder(self, plan: EnvWorkersPlan, worker: int, stream: int) -> EnvWorkerBuilder:
+        """Return the function that makes ``worker``."""
+        groups = [group[worker] for group in plan.groups if worker in group]
         factories, kwargs = zip(*itertools.chain(*groups), strict=True)
         return EnvWorkerBuilder(
             factories,
             kwargs,
             tuple(map(len, groups)),
             plan.storing,
-            stream + index,
+            stream + worker,
             self.memory,
-            self.pulses.address(index),
+            self.pulses.address(worker),
         )
 
     # -- pulses ----------------------------------------------------------------------------------
@@ -126,36 +129,41 @@ class EnvWorkers:
             workers = range(self.count)
             self._serving = [self.session.send(index, m.Call("serve")) for index in workers]
 
-    def take_answers(self, began: float) -> None:
-        """Wait for answers, and give them to their groups.
+    def number(self, group: WorkerGroup, worker: int) -> int:
+        """Return the number of ``group`` in ``worker``."""
+        return self._served[worker].index(group)
 
-        Args:
-            began: The moment at which the wait began.
+    def take_answers(self, seconds: float | None = None) -> None:
+        """Wait for answers, at most ``seconds``, and give them to their groups.
 
         Raises:
             WorkerDied: a worker ended.
             CollectorTimeout: a step took longer than the timeout.
         """
         self._check_usable()
-        came = interruptible(self.pulses.wait, _LOOK_MS)
+        most = _LOOK_MS if seconds is None else min(_LOOK_MS, 1e3 * max(0.0, seconds))
+        came = interruptible(self.pulses.wait, most)
         answers = self.pulses.take() if came else []
         if not answers:  # in time; or all workers have ended
-            self._look(began)
-        for index, answer in answers:
-            self.groups[answer >> GROUP_BITS].answered(index, answer & _MASK)
+            self._look()
+        for worker, answer in answers:
+            self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
 
-    def _look(self, began: float) -> None:
-        """Look at workers that are late, since the moment ``began``."""
+    def _look(self) -> None:
+        """Look at workers that are late."""
         session, now = self.session, monotonic()
-        late = sorted({index for group in self.groups for index in group.pending})
-        for index in range(self.count):  # while a worker serves, pulses are its replies
-            since = began if index in late else now
-            session.last_reply[index] = max(session.last_reply[index], since)
+        since: dict[int, float] = {}
+        for group in self.groups:
+            since.update((worker, group.began) for worker in group.pending)
+        for worker in range(self.count):  # while a worker serves, pulses are its replies
+            replied = since.get(worker, now)
+            session.last_reply[worker] = max(session.last_reply[worker], replied)
         session.receive_available()
         session.warn_silent()
-        deadline = Deadline(self.timeout, began)
-        if deadline.expired:
-            session.give_up(late, "finish their step", deadline)
+        late = [worker for worker, began in since.items() if Deadline(self.timeout, began).expired]
+        if late:
+            deadline = Deadline(self.timeout, min(since.values()))
+            session.give_up(sorted(late), "finish their step", deadline)
         self._check_alive()
 
     def _check_alive(self) -> None:
@@ -222,22 +230,24 @@ def _close(
 
 
 class WorkerGroup:
-    """The environments of all workers that step at once."""
+    """The environments in some of the workers that step at once."""
 
     parts: Sequence[range]
-    """Each worker's environments, among those of the group."""
+    """Each member's environments, among those of the group."""
     cut: Array
     """Per environment, whether the next step truncates it."""
 
-    def __init__(self, workers: EnvWorkers, number: int) -> None:
-        """Be group ``number`` of ``workers``."""
+    def __init__(self, workers: EnvWorkers, members: Sequence[int]) -> None:
+        """Be a group in the workers ``members`` of ``workers``."""
         # A cycle would keep processes until the garbage collector runs.
         self.workers: EnvWorkers = weakref.proxy(workers)
-        self._number = number
+        self.members = members
         self.opened = 0
         """Windows that workers have been told of."""
         self.pending: set[int] = set()
         """Workers that owe an answer."""
+        self.began = 0.0
+        """The moment of the last order."""
         self._failed: list[int] = []
         self._some_ended = False
 
@@ -245,6 +255,7 @@ class WorkerGroup:
 
     def share(self, envs: Sequence[int]) -> list[SharedPlaces]:
         """Reserve what workers with so many ``envs`` share with this process besides windows."""
+        self._numbers = [(worker, self.workers.number(self, worker)) for worker in self.members]
         ends = [0, *itertools.accumulate(envs)]
         self.parts = [range(*pair) for pair in itertools.pairwise(ends)]
         count, total = len(envs), sum(envs)
@@ -311,15 +322,18 @@ class WorkerGroup:
 
         Args:
             method: Its name, or the path to something in it.
-            arguments: Those of all workers, or of each one that is asked.
+            arguments: Those of all members, or by index of each member that is asked.
             seconds: The time that it may take.
             kwargs: Further arguments of all.
         """
         if not isinstance(arguments, Mapping):
-            arguments = dict.fromkeys(range(self.workers.count), arguments)
-        path = f"groups[{self._number}].{method}"
-        commands = {index: m.Call(path, own, kwargs) for index, own in arguments.items()}
-        return list(self.workers.pause().request_each(dict(commands), seconds).values())
+            arguments = dict.fromkeys(range(len(self.members)), arguments)
+        commands: dict[int, m.Command] = {}
+        for index, own in arguments.items():
+            worker = self.members[index]
+            path = f"groups[{self.workers.number(self, worker)}].{method}"
+            commands[worker] = m.Call(path, own, kwargs)
+        return list(self.workers.pause().request_each(commands, seconds).values())
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -332,10 +346,10 @@ class WorkerGroup:
         workers = self.workers
         workers.serve()
         self._orders[:] = window, t, resets
-        send, pulse = workers.pulses.send, self._number << GROUP_BITS | order
-        self.pending.update(range(workers.count))
-        for index in range(workers.count):
-            send(index, pulse)
+        self.pending.update(self.members)
+        self.began, send = monotonic(), workers.pulses.send
+        for worker, number in self._numbers:
+            send(worker, number << GROUP_BITS | order)
 
     def answered(self, worker: int, answer: int) -> None:
         """Note that ``worker`` has carried out the order."""
@@ -347,10 +361,8 @@ class WorkerGroup:
 
     def wait(self) -> None:
         """Wait for the answers that are due."""
-        if self.pending:
-            began = monotonic()
-            while self.pending:
-                self.workers.take_answers(began)
+        while self.pending:
+            self.workers.take_answers()
 
     def forget(self) -> None:
         """Forget what a rollout that failed has left."""
@@ -368,7 +380,7 @@ class WorkerGroup:
         """
         self.wait()
         if self._failed:
-            failed, self._failed = sorted(self._failed), []
+            failed, self._failed = sorted(map(self.members.index, self._failed)), []
             self.ask("reraise", dict.fromkeys(failed, ()))
         if not self._some_ended:
             return _NOTHING

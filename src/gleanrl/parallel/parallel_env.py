@@ -66,6 +66,7 @@ class ParallelEnv(RowEnv):
         timeout: float | None = None,
         shutdown_timeout: float = _CLOSE_S,
         sharing: EnvWorkersPlan | None = None,
+        first_worker: int = 0,
         **torchrl: Any,
     ) -> None:
         """Remember the arguments; make nothing yet.
@@ -83,6 +84,7 @@ class ParallelEnv(RowEnv):
                 waits as long as they live.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
             sharing: The plan of workers that this is one group of environments in.
+            first_worker: With ``sharing``, the first of the ``num_workers`` workers.
             torchrl: TorchRL's other arguments; data are the same whatever they say.
 
         Raises:
@@ -111,7 +113,9 @@ class ParallelEnv(RowEnv):
             timeout=timeout if timeout is None else seconds("timeout", timeout),
         )
         self._number = len(self._plan.groups)
-        self._plan.groups.append([makers[part] for part in self._parts])
+        self._plan.groups.append(
+            {first_worker + index: makers[part] for index, part in enumerate(self._parts)}
+        )
         self.num_envs = number
         EnvBase.__init__(self, device=device)
         self._group: WorkerGroup | None = None
@@ -182,7 +186,7 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            found = group.ask("open_rows")
+            found = group.ask("open_rows", (self._plan.always_rows,))
             if found[0] is None or any(info != found[0] for info in found):
                 return None
             rows = WorkerRows(group, found[0], self._batch)

@@ -37,7 +37,8 @@ class WorkerRows(EnvRows):
         self._group, self.memory = group, group.workers.memory
         self.layout = layout = replace(info.layout, batch_shape=tuple(batch))
         self.observation_specs, self.action_specs = info.observation_specs, info.action_specs
-        self.can_cut, self._kind = info.can_cut, info.kind
+        self.can_cut, self.checks_actions = info.can_cut, info.checks_actions
+        self._kind = info.kind
         flags = [Field(key, g.shape, torch.bool) for g in layout.dones for key in g.keys()]
         self._seen = [field.key for field in layout.observations]
         self._given = [field.key for field in layout.actions]
@@ -58,7 +59,7 @@ class WorkerRows(EnvRows):
         return rows
 
     def explain(self) -> str:
-        envs, workers = self.layout.num_envs, self._group.workers.count
+        envs, workers = self.layout.num_envs, len(self._group.members)
         return f"{envs} x {self._kind} in {workers} workers, which step them without TensorDicts"
 
     # -- steps -----------------------------------------------------------------------------------
@@ -82,6 +83,13 @@ class WorkerRows(EnvRows):
         if cut:
             self._group.cut[list(cut)] = True
         self._group.give(CUT if cut else STEP, self._number, t)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._group.pending)
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._group.workers.take_answers(seconds)
 
     def complete(self, t: int) -> Sequence[int]:
         """Wait until all workers took step ``t``; return the environments that ended."""

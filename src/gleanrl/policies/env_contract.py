@@ -33,7 +33,13 @@ class EnvContract:
     """Those of ``observed`` that are requested info entries."""
 
     @classmethod
-    def of_rows(cls, layout: EnvLayout, first: Window, one_hot: Collection[Key]) -> EnvContract:
+    def of_rows(
+        cls,
+        layout: EnvLayout,
+        first: Window,
+        one_hot: Collection[Key],
+        env_checks_actions: bool = False,
+    ) -> EnvContract:
         """Describe an environment whose data lie in rows, and whose reset showed ``first``."""
         batch, observed = layout.batch_shape, [field.key for field in layout.observations]
         return cls(
@@ -42,7 +48,7 @@ class EnvContract:
             acted=[field.key for field in layout.actions],
             rewarded=[field.key for field in layout.rewards],
             layout=layout,
-            one_hot=one_hot,
-            env_checks_actions=False,
+            one_hot=() if env_checks_actions else one_hot,
+            env_checks_actions=env_checks_actions,
             infos=layout.infos,
         )

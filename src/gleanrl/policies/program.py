@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
+from gleanrl.core.protocols import JointAct
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import env_root, nest
@@ -38,6 +39,8 @@ class ProgramPolicy:
     that is not proven equal to a program is called on a TensorDict instead. A step at which the
     policy writes other entries, shapes or dtypes than in its first call is an error.
     """
+
+    requested: JointAct | None = None
 
     def __init__(
         self,
@@ -242,8 +245,8 @@ class TensorDictPolicy:
         self._now = self._lowering.current(may_lower(self._device))
         self._program = program = self._now.program
         if program is not None:
-            self._loads = [(_name(key), cell) for key, cell in program.reads.items()]
-            self._stores = [(_name(key), cell) for key, cell in program.written.items()]
+            self._loads = [(item_name(key), cell) for key, cell in program.reads.items()]
+            self._stores = [(item_name(key), cell) for key, cell in program.written.items()]
             self._rest = [unit.module for unit in self._now.rest]
             for check in program.checks:
                 check.begin()
@@ -295,7 +298,8 @@ def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> Te
     return out if out is not td or device in (None, td.device) else out.to(device)
 
 
-def _name(key: Key) -> Any:
+def item_name(key: Key) -> Any:
+    """Return the name by which a TensorDict is asked for an entry."""
     return key[0] if len(key) == 1 else key
 
 
@@ -316,9 +320,7 @@ class _TensorDictOverRows:
         self._shown = {field.key: field.dtype for field in env.observations}
         self._shown |= {key: outputs[next_key(key)].dtype for key in signature.states}
         self._shown |= signature.provided
-        known = {*outputs, *map(as_key, signature.after.keys(True, True))}
-        known |= {*signature.policy_written_state}
-        self._known = nest({key: {} for key in sorted(known) if not is_private(key)})
+        self._known = known_names(signature)
         self._loads: list[tuple[Any, Key, Sequence[torch.Tensor]]] = []
         self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Tensor]] = []
         self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
@@ -329,12 +331,12 @@ class _TensorDictOverRows:
         self._root = self._first() if self._root is None else self._root
         for key, value in last.items():
             if key[0] != NEXT:
-                self._root.set(_name(key), value.clone())
+                self._root.set(item_name(key), value.clone())
         signature, batch = self._signature, self._env.batch_shape
-        self._loads = [(_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
+        self._loads = [(item_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
         self._stores = [
             (
-                _name(field.key),
+                item_name(field.key),
                 batch_rows(window, field.key, batch),
                 signature.trace.outputs[field.key],
             )
@@ -342,7 +344,7 @@ class _TensorDictOverRows:
         ]
         self._states = [
             (
-                _name(next_key(key)),
+                item_name(next_key(key)),
                 (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch)),
             )
             for key in signature.states
@@ -359,8 +361,8 @@ class _TensorDictOverRows:
         out = self._policy(root)
         if out is not root:
             root.update(out)
-        _check_known(root, self._known)
-        _check_kept(root, shown)
+        check_known(root, self._known)
+        check_kept(root, shown)
         for name, rows, like in self._stores:
             value = root.get(name, None)
             if not is_like(value, like):
@@ -373,7 +375,7 @@ class _TensorDictOverRows:
             for state in self._signature.policy_written_state:
                 value = after.get(state, None)
                 if value is not None:
-                    root.set(_name(state), value)
+                    root.set(item_name(state), value)
         if self._signature.trace.keeps:
             self._root = root.copy()  # the policy keeps the one that it was called on
 
@@ -398,7 +400,14 @@ class _TensorDictOverRows:
         return env_root(self._env, {}, self._device)
 
 
-def _check_known(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> None:
+def known_names(signature: PolicySignature) -> Mapping[str, Any]:
+    """Return the nested names of all entries that may be at the root after a step."""
+    known = {*signature.trace.outputs, *map(as_key, signature.after.keys(True, True))}
+    known |= {*signature.policy_written_state}
+    return nest({key: {} for key in sorted(known) if not is_private(key)})
+
+
+def check_known(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -> None:
     """Check that all entries of ``data`` are among the nested ``names``."""
     for name in data.keys():
         if name not in names:
@@ -408,10 +417,10 @@ def _check_known(data: TensorDictBase, names: Mapping[str, Any], at: Key = ()) -
             value = data.get(name)
             if not isinstance(value, TensorDictBase):
                 raise wrote_otherwise((*at, name), value, None)
-            _check_known(value, names[name], (*at, name))
+            check_known(value, names[name], (*at, name))
 
 
-def _check_kept(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
+def check_kept(root: TensorDictBase, shown: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
     """Check that entries are what was ``shown`` to the policy, or copies of it."""
     for name, value, version in shown:
         now = root.get(name, None)

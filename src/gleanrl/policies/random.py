@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Policy, Spec
+from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
 
@@ -62,6 +62,7 @@ class RandomActions:
 
     provided: Collection[Key] = ()
     inner: Any = None
+    requested: JointAct | None = None
 
     def __init__(
         self, specs: Mapping[Key, Spec], env: EnvLayout, like: Policy | None = None

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.core.errors import PolicyError
+from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import IS_INIT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import SourceOptions
@@ -31,6 +32,7 @@ from gleanrl.envs.tensordict import (
 from gleanrl.envs.transformed import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.env_contract import EnvContract
+from gleanrl.policies.joint import JointPolicy
 from gleanrl.policies.policy import (
     Actor,
     acts_at_random,
@@ -75,18 +77,27 @@ class SourceBuilder:
                 raise
 
     def _serve(self, made: Made) -> Source:
+        joint = isinstance(self.options.policy, JointPolicy)
         if isinstance(made, TensorDictHandle):
+            if joint:
+                raise ConfigError(
+                    f"{made.kind} in workers has data without one fixed layout, or workers whose "
+                    "environments differ; asynchronous central inference needs one layout for "
+                    "all: use inference='workers'"
+                )
             return self._serve_tensordicts(made)
         if isinstance(made, TransformedRows):
             return self._serve_transformed(made)
         members = None if isinstance(made, VectorAdapter) else made
-        if members is not None and not self.options.fast:
+        if members is not None and not self.options.fast and not joint:
             handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
             return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
         check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
-        contract = EnvContract.of_rows(made.layout, first, _one_hot(made.action_specs))
+        contract = EnvContract.of_rows(
+            made.layout, first, _one_hot(made.action_specs), made.checks_actions
+        )
         policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
             if members is not None:
@@ -121,8 +132,9 @@ class SourceBuilder:
         return policy.signature.why_no_rows
 
     def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
-        chosen = complete_exploration(self._user_policy(), env.inner)
-        policy = make_policy(chosen, contract, env.action_specs, self.options)
+        chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy
+        make = joint.seat if isinstance(joint, JointPolicy) else make_policy
+        policy = make(chosen, contract, env.action_specs, self.options)
         self._check_inputs(policy.states, IS_INIT in policy.provided)
         return policy
 
@@ -167,14 +179,20 @@ class SourceBuilder:
     def _user_policy(self) -> Any:
         """Return the policy that runs: the user's own object, or a copy on another device."""
         given = self.options
+        if isinstance(given.policy, JointPolicy):
+            return given.policy.inner
         policy = given.policy if given.policy_factory is None else given.policy_factory()
-        device = given.policy_device
-        if not isinstance(policy, nn.Module):
-            return policy
-        tensors = [*policy.parameters(), *policy.buffers()]
-        if device is not None and any(t.device != device for t in tensors):
-            return copy.deepcopy(policy).to(device)
+        return on_device(policy, given.policy_device)
+
+
+def on_device(policy: Any, device: torch.device | None) -> Any:
+    """Return ``policy``, or a copy on ``device`` if that is another one."""
+    if device is None or not isinstance(policy, nn.Module):
         return policy
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if any(tensor.device != device for tensor in tensors):
+        return copy.deepcopy(policy).to(device)
+    return policy
 
 
 def _with_tensordicts(rows: EnvRows) -> Any:

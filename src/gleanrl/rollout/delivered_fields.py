@@ -108,7 +108,7 @@ class DeliveredFields:
         check_options(options, observed, end_groups(options, env.dones), written)
         return cls(
             env,
-            (*root_fields, *(field for field in outputs if field.key[0] != NEXT), *env.actions),
+            (*root_fields, *env.actions, *(field for field in outputs if field.key[0] != NEXT)),
             after.values(),
             options,
             root_fields=root_fields,

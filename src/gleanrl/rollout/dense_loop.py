@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from gleanrl.core.errors import ConfigError, note
+from gleanrl.core.keys import POLICY_VERSION, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Stop
+from gleanrl.core.protocols import Env, JointAct, Policy, Pool, Stop
 from gleanrl.core.window import Window
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
@@ -44,6 +46,27 @@ def dense(
 
 def _blame_policy(error: Exception, t: int) -> None:
     note(error, f"the policy raised this at step {t} of the rollout")
+
+
+class _Versions:
+    """The policy's versions in a rollout during which weights may change."""
+
+    def __init__(self, version: int) -> None:
+        self._newest = version
+        self._before: list[tuple[int, int]] = []
+        """Earlier versions, and the first step that was not made with each."""
+
+    def note(self, t: int, version: int) -> None:
+        """Note the version of step ``t``."""
+        if version != self._newest:
+            self._before.append((t, self._newest))
+            self._newest = version
+
+    def write(self, window: Window) -> None:
+        """Correct ``window``, where all steps have the newest version."""
+        for end, version in reversed(self._before):
+            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
+                window.tensor(key)[:, :end] = version
 
 
 class DenseRollout(BaseSource):
@@ -87,7 +110,8 @@ class DenseRollout(BaseSource):
 
     def layout(self) -> Layout:
         """Describe one step."""
-        return self._fields.layout
+        layout = self._fields.layout
+        return replace(layout, batch_shape=()) if self.options.drop_batch else layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
@@ -98,31 +122,47 @@ class DenseRollout(BaseSource):
             self._end(window, policy, taken)
         return self._report(taken)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the environments take a step in another process."""
+        return self._env.under_way
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait a moment for news of environments in other processes."""
+        self._env.wait(seconds)
+
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
-    ) -> Generator[None, None, Report]:
-        """Collect like `collect`, but yield while the environments step."""
-        tracker, post = self.tracker, self._env.post
+    ) -> Generator[JointAct | None, None, Report]:
+        """Collect like `collect`, but yield once the policy acts, and while environments step."""
+        tracker, env = self.tracker, self._env
         with self.acting():
             self.make_consistent()
             policy = self._begin(window, random)
-        act, complete = self._clock.begin(policy.act, self._env.complete)
-        taken = 0
+        act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
+        taken, versions = 0, _Versions(self.policy_version)
         while taken < steps and not (taken and stop[0]):
+            versions.note(taken, self.policy_version)
             try:
                 with self.acting():
                     act(taken)
+                yield policy.requested
             except Exception as err:
                 _blame_policy(err, taken)
                 raise
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
-            yield
+            yield None
             ended = complete(taken)
             if ended:
                 tracker.end(taken, ended)
             taken += 1
         with self.acting():
             self._end(window, policy, taken)
+        if self.options.track_policy_version:
+            versions.note(taken, self.policy_version)
+            versions.write(window)
+        if policy.requested is not None:
+            self._clock.add_policy(policy.requested.seconds)
         self.inconsistent = False
         return self._report(taken)
 

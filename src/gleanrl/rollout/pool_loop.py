@@ -139,7 +139,7 @@ def next_step(
 class PoolRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
-    collecting = BaseSource.collecting
+    collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
     _DRAW_AHEAD = 32
     """Rows of random actions that are drawn at once; the rollout's raw steps are not known."""
 

@@ -14,7 +14,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, Pool, SharedMemory, Stop
+from gleanrl.core.protocols import Env, JointAct, Pool, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict import TensorDictHandle
@@ -137,9 +137,17 @@ class BaseSource:
             self._keeps = False
         self._fresh = False
 
+    @property
+    def under_way(self) -> bool:
+        """Whether environments step in another process: not between calls of these."""
+        return False
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Do nothing: no step goes on."""
+
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
-    ) -> Generator[None, None, Report]:
+    ) -> Generator[JointAct | None, None, Report]:
         """Collect at once: these environments wait for nothing in which others could act."""
         return self.collect(window, steps, stop, random)
         yield

@@ -31,6 +31,30 @@ class StepClock:
         env, policy, earlier = self.seconds
         return env, policy, self._envs.reset_s - earlier
 
+    def begin_apart(self, act: _Call, post: _Call, complete: _Call) -> tuple[_Call, _Call, _Call]:
+        """Start a rollout whose steps have two halves; all between them counts as the step."""
+        act, _ = self.begin(act, complete)
+        if self.seconds is None:
+            return act, post, complete
+        seconds, begin = self.seconds, 0.0
+
+        def posting(*args: Any) -> None:
+            nonlocal begin
+            begin = monotonic()
+            post(*args)
+
+        def completing(*args: Any) -> Any:
+            result = complete(*args)
+            seconds[0] += monotonic() - begin
+            return result
+
+        return act, posting, completing
+
+    def add_policy(self, seconds: float) -> None:
+        """Add time in which the policy acted for this rollout outside of its calls."""
+        if self.seconds is not None:
+            self.seconds[1] += seconds
+
     def begin(self, act: _Call, step: _Call) -> tuple[_Call, _Call]:
         """Start a rollout; return the functions with which its loop acts and steps.
 

@@ -92,27 +92,3 @@ class InlineBackend:
         self._collects.clear()
         self._others.clear()
         self._replies.clear()
-
-
-class InterleavedBackend(InlineBackend):
-    """Workers in the calling thread whose environments are in processes and step meanwhile.
-
-    While the environments of one worker step, the policy acts in those of another.
-    """
-
-    def receive(self, timeout: float | None) -> m.Reply:
-        if self._replies or self._others or not self._collects:
-            return super().receive(timeout)
-        rollouts = []
-        for worker, ticket, command in self._collects:
-            assert isinstance(command, m.Collect)
-            rollouts.append(self._workers[worker].collecting(ticket, command))
-        self._collects.clear()
-        while rollouts:
-            for rollout in list(rollouts):
-                try:
-                    next(rollout)
-                except StopIteration as end:
-                    self._replies.append(end.value)
-                    rollouts.remove(rollout)
-        return self._replies.popleft()

@@ -20,7 +20,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.protocols import InlineSource, Source, SourceFactory, Stop
+from gleanrl.core.protocols import InlineSource, JointAct, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
@@ -95,8 +95,8 @@ class Worker:
 
     def collecting(
         self, ticket: int, command: m.Collect
-    ) -> Generator[None, None, m.Rolled | m.Failed]:
-        """Collect as `handle` does, but yield while environments in other processes step."""
+    ) -> Generator[JointAct | None, None, m.Rolled | m.Failed]:
+        """Collect as `handle` does, but yield as `InlineSource.collecting` does."""
         began = monotonic()
         self._waited += began - self._idle_since
         source, steps = cast("InlineSource", self.source), command.window.steps

@@ -1,0 +1,238 @@
+"""One policy for several rollouts: a call acts for all environments that wait for an action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.keys import Key, next_key
+from gleanrl.core.layout import EnvLayout, numpy_dtype
+from gleanrl.core.options import SourceOptions
+from gleanrl.core.protocols import JointAct, Policy, Spec
+from gleanrl.core.window import Window
+from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.tensordicts import env_root
+from gleanrl.operations.watch import writes_so_far
+from gleanrl.policies.diagnosis import wrote_otherwise
+from gleanrl.policies.env_contract import EnvContract
+from gleanrl.policies.policy import make_policy
+from gleanrl.policies.program import (
+    ProgramPolicy,
+    check_kept,
+    check_known,
+    item_name,
+    known_names,
+)
+
+
+class JointPolicy:
+    """The policy of rollouts that go on at their own pace.
+
+    Each call gets a new TensorDict with the rows of all environments that wait: observations,
+    states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
+    for states it holds nothing that the policy wrote at an earlier step.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        """Act with ``inner``, the user's policy, on the device that it is on."""
+        self.inner = inner
+        self.calls = self.rows = 0
+        """Calls so far, and environments in all of them."""
+        self._called: ProgramPolicy | None = None
+        self._layout: EnvLayout
+        """Of any number of environments: without their dimension."""
+        self._likes: Mapping[Key, torch.Tensor]
+        """What the first call wrote."""
+        self._known: Mapping[str, Any]
+        self._roots: dict[tuple[int, ...], TensorDictBase] = {}
+
+    def seat(
+        self, policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
+    ) -> Policy:
+        """Return the policy of one rollout; for the arguments see `make_policy`.
+
+        Raises:
+            ConfigError: environments that differ from those of other rollouts.
+            PolicyError: a policy that cannot be called for changing numbers of environments.
+        """
+        env = contract.layout
+        assert env is not None
+        if self._called is None:
+            called = make_policy(policy, contract, specs, replace(options, fast=False))
+            if not isinstance(called, ProgramPolicy):
+                return called
+            if why := called.signature.why_no_rows:
+                raise PolicyError(
+                    f"{why}, which asynchronous central inference does not deliver; use "
+                    "inference='workers'"
+                )
+            self._called, self._layout = called, _without_batch(env)
+            self._likes = called.signature.trace.outputs
+            self._known = known_names(called.signature)
+        elif _without_batch(env) != self._layout:
+            raise ConfigError(
+                "the environments of one worker have other entries or shapes than those of "
+                "another; with inference='central' all must be alike"
+            )
+        return Seat(self, self._called, env)
+
+    def counted(self, reset: bool) -> tuple[int, int]:
+        """Return calls and rows so far; with ``reset`` they count from 0 again."""
+        counts = self.calls, self.rows
+        if reset:
+            self.calls = self.rows = 0
+        return counts
+
+    def act(self, seats: Sequence[Seat]) -> None:
+        """Act for all environments of ``seats``, whose rows get the results."""
+        began, called = monotonic(), self._called
+        assert called is not None
+        batch = (sum(seat.batch[0] for seat in seats), *seats[0].batch[1:])
+        shown = {
+            key: _on(called.device, _joined([seat.shown[key][seat.t] for seat in seats]))
+            for key in seats[0].shown
+        }
+        given = [(item_name(key), value, writes_so_far(value)) for key, value in shown.items()]
+        root = self._root(batch, called.device)
+        for name, value, _ in given:
+            root.set(name, value)
+        out = called.on_tensordict(root)
+        check_known(out, self._known)
+        check_kept(root, given)
+        wrote = {key: _written(out, key, self._likes[key], batch) for key in seats[0].targets}
+        for key, value in _on_cpu(called.device, wrote).items():
+            for place in range(len(seats[0].targets[key])):
+                _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
+        self.calls, self.rows = self.calls + 1, self.rows + batch[0]
+        took = monotonic() - began
+        for seat in seats:
+            seat.seconds += took
+
+    def _root(self, batch: tuple[int, ...], device: torch.device) -> TensorDictBase:
+        """Return a new TensorDict for a ``batch`` of environments, with end flags only."""
+        found = self._roots.get(batch)
+        if found is None:
+            env = replace(self._layout, batch_shape=batch)
+            found = self._roots[batch] = env_root(env, {}, device)
+        return found.copy()
+
+
+class Seat:
+    """The `Policy` of one of several rollouts, for all of which a `JointPolicy` acts."""
+
+    def __init__(self, joint: JointPolicy, called: ProgramPolicy, env: EnvLayout) -> None:
+        """Have ``joint`` act for the environments of ``env``."""
+        self._joint = joint
+        self.inner, self.outputs = called.inner, called.outputs
+        self.states, self.provided = called.states, called.provided
+        self.requested: JointAct | None = self
+        self.batch = env.batch_shape
+        self.envs = env.num_envs
+        self.seconds = 0.0
+        """The duration of the calls of the policy in this rollout."""
+        self.t = 0
+        """The row whose actions are due."""
+        observed = (field.key for field in env.observations)
+        self._reads = {*observed, *called.states, *called.provided}
+        self.shown: dict[Key, Sequence[Any]] = {}
+        """Per entry that the policy is shown: its rows."""
+        self.targets: dict[Key, list[Sequence[Any]]] = {}
+        """Per entry that the policy writes: the rows that get it, in one place or in two."""
+
+    def begin(self, window: Window, next_root: Window) -> None:
+        """Bind to the rows of ``window``."""
+        batch, self.seconds = self.batch, 0.0
+        self.shown = {key: _rows(window, key, batch) for key in self._reads}
+        self.targets = {f.key: [_rows(window, f.key, batch)] for f in self.outputs}
+        for key in self.states:
+            rows = *self.shown[key][1:], *_rows(next_root, key, batch)
+            self.targets.setdefault(next_key(key), []).append(rows)
+
+    def act(self, t: int) -> None:
+        """Leave the action in row ``t`` to `act_with`."""
+        self.t = t
+
+    def act_with(self, others: Sequence[Seat]) -> None:
+        """Have the policy act once, for this rollout and ``others``."""
+        self._joint.act([self, *others])
+
+    def finish(self, steps: int) -> None:
+        """Do nothing: all was written by the steps."""
+
+    def forget(self) -> None:
+        """Do nothing: states are zeroed with the rows, and nothing else is remembered."""
+
+    def explain(self) -> list[str]:
+        """Return how the policy is called."""
+        return ["called as it is, at once for all environments of workers that wait for an action"]
+
+
+def _without_batch(env: EnvLayout) -> EnvLayout:
+    return replace(env, batch_shape=env.batch_shape[1:])
+
+
+def _rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[Any]:
+    """Return the rows of an entry, as arrays, which cost less, where numpy has its dtype."""
+    rows = batch_rows(window, key, batch)
+    if numpy_dtype(rows[0].dtype) is None:
+        return rows
+    return window.rows(key) if len(batch) == 1 else [row.numpy() for row in rows]
+
+
+def _joined(rows: Sequence[Any]) -> torch.Tensor:
+    if isinstance(rows[0], torch.Tensor):
+        return torch.cat(list(rows))
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
+    """Copy parts of ``value`` into ``rows``, as many environments as each of these has."""
+    begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
+    for row in rows:
+        end = begin + len(row)
+        row[...] = values[begin:end]
+        begin = end
+
+
+def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
+    """Move rows to the policy's device, from pinned memory where that is faster."""
+    if device.type == "cpu":
+        return value
+    if device.type == "cuda":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
+
+
+def _on_cpu(device: torch.device, values: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+    """Move what the policy wrote to the CPU; on a GPU with one wait for all entries."""
+    if device.type != "cuda":
+        return {key: value.detach().cpu() for key, value in values.items()}
+    found = {}
+    for key, value in values.items():
+        found[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        found[key].copy_(value.detach(), non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def _written(
+    out: TensorDictBase, key: Key, like: torch.Tensor, batch: tuple[int, ...]
+) -> torch.Tensor:
+    """Return an entry that the policy wrote for a ``batch`` of environments.
+
+    Raises:
+        PolicyError: it is missing, or has another shape or dtype than in the first call.
+    """
+    value = out.get(item_name(key), None)
+    fits = isinstance(value, torch.Tensor) and value.dtype == like.dtype
+    if not fits or value.shape != (*batch, *like.shape[len(batch) :]):
+        raise wrote_otherwise(key, value, like)
+    found: torch.Tensor = value
+    return found

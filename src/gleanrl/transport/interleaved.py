@@ -1,0 +1,190 @@
+"""Workers in the calling thread whose environments are in processes, and step meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import cast
+
+from gleanrl.core import messages as m
+from gleanrl.core.protocols import InlineSource, JointAct, Stop
+from gleanrl.transport.inline import InlineBackend
+from gleanrl.transport.worker_loop import OpenWindow
+
+
+class InterleavedBackend(InlineBackend):
+    """While the environments of one worker step, the policy acts in those of another."""
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        if self._replies or self._others or not self._collects:
+            return super().receive(timeout)
+        rollouts = []
+        for worker, ticket, command in self._collects:
+            assert isinstance(command, m.Collect)
+            rollouts.append(self._workers[worker].collecting(ticket, command))
+        self._collects.clear()
+        while rollouts:
+            for rollout in list(rollouts):
+                try:
+                    next(rollout)  # the last step is over, and the policy has acted
+                    next(rollout)  # the environments step
+                except StopIteration as end:
+                    self._replies.append(end.value)
+                    rollouts.remove(rollout)
+        return self._replies.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """How many environments a call of the policy acts for."""
+
+    least: int = 1
+    """Fewer are acted for only when they have waited for ``wait_s`` seconds."""
+    most: int | None = None
+    """More wait for the next call; rollouts with more environments have calls of their own."""
+    wait_s: float = 0.0
+
+
+class _Rollout:
+    """A rollout under way."""
+
+    def __init__(
+        self,
+        worker: int,
+        source: InlineSource,
+        steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
+    ) -> None:
+        self.worker, self.source, self._steps = worker, source, steps
+        self.reply: m.Rolled | m.Failed | None = None
+        """The answer, once the rollout has ended."""
+        self.act: JointAct | None = None
+        """The act that is due."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether neither the policy nor an environment is waited for."""
+        return self.act is None and not self.source.under_way
+
+    def resume(self, error: Exception | None = None) -> None:
+        """Continue until the policy has acted, or until its act is due; or raise ``error`` there.
+
+        An act that was due has been carried out: then environments step.
+        """
+        try:
+            if error is not None:
+                self.act = self._steps.throw(error)
+            elif self.act is None:
+                self.act = next(self._steps)
+                if self.act is None:
+                    next(self._steps)
+            else:
+                self.act = next(self._steps)
+        except StopIteration as end:
+            self.act, self.reply = None, end.value
+
+
+class JointBackend(InlineBackend):
+    """Rollouts that go on at their own pace, and a policy that acts for all that wait for it."""
+
+    def __init__(self, open_window: OpenWindow, stop: Stop, sizes: CallSizes) -> None:
+        """Act for as many environments at once as ``sizes`` says."""
+        super().__init__(open_window, stop)
+        self._sizes = sizes
+        self._running: dict[int, _Rollout] = {}
+        """By worker."""
+        self._due: list[_Rollout] = []
+        """Rollouts whose act is due, in the order in which they came to that."""
+        self._due_since = 0.0
+        """The moment from which the first of these waits."""
+
+    def receive(self, timeout: float | None) -> m.Reply:
+        while not self._replies:
+            if self._others and not self._blocked(*self._others[0]):
+                break
+            if not self._others:
+                self._begin()
+            if not self._running:
+                break
+            self._advance()
+        return super().receive(timeout)
+
+    def _blocked(self, worker: int, ticket: int, command: m.Command) -> bool:
+        """Tell whether a command waits for the end of the worker's rollout.
+
+        Weights change between two calls of the policy.
+        """
+        return worker in self._running and not isinstance(command, m.Load | m.Close)
+
+    def _begin(self) -> None:
+        """Begin rollouts that are requested of workers that have none under way."""
+        waiting = list(self._collects)
+        self._collects.clear()
+        for worker, ticket, command in waiting:
+            if worker in self._running:
+                self._collects.append((worker, ticket, command))
+                continue
+            assert isinstance(command, m.Collect)
+            one = self._workers[worker]
+            source, steps = cast("InlineSource", one.source), one.collecting(ticket, command)
+            self._running[worker] = rollout = _Rollout(worker, source, steps)
+            self._continue(rollout)
+
+    def _continue(self, rollout: _Rollout, error: Exception | None = None) -> None:
+        rollout.resume(error)
+        if rollout.reply is not None:
+            del self._running[rollout.worker]
+            self._replies.append(rollout.reply)
+        elif rollout.act is not None:
+            self._due_since = self._due_since if self._due else monotonic()
+            self._due.append(rollout)
+
+    def _advance(self) -> None:
+        """Continue where a step is over, and have the policy act; else wait for a step."""
+        for rollout in [rollout for rollout in self._running.values() if rollout.ready]:
+            self._continue(rollout)
+        if self._replies and not self._others:
+            self._begin()  # so that the policy acts for the next rollouts of these workers as well
+        if chosen := self._choose():
+            self._act(chosen)
+        elif not self._replies:
+            self._wait()
+
+    def _choose(self) -> list[_Rollout]:
+        """Return rollouts that the policy acts for now."""
+        sizes, due = self._sizes, self._due
+        envs = [cast("JointAct", rollout.act).envs for rollout in due]
+        early = sum(envs) < sizes.least and monotonic() < self._due_since + sizes.wait_s
+        if early and self._under_way():
+            return []
+        totals = list(itertools.accumulate(envs))
+        count = len(due) if sizes.most is None else max(1, bisect_right(totals, sizes.most))
+        chosen, self._due = due[:count], due[count:]
+        self._due_since = monotonic()
+        return chosen
+
+    def _act(self, chosen: Sequence[_Rollout]) -> None:
+        first, *others = (cast("JointAct", rollout.act) for rollout in chosen)
+        error: Exception | None = None
+        try:
+            with chosen[0].source.acting():
+                first.act_with(others)
+        except Exception as err:
+            error = err
+        for rollout in chosen:
+            self._continue(rollout, error)
+
+    def _under_way(self) -> list[_Rollout]:
+        return [rollout for rollout in self._running.values() if rollout.source.under_way]
+
+    def _wait(self) -> None:
+        """Wait until a step is over, or until rollouts have waited long enough for the policy."""
+        left = self._due_since + self._sizes.wait_s - monotonic() if self._due else None
+        under_way = self._under_way()
+        try:
+            under_way[0].source.wait(left)
+        except Exception as err:  # a worker is lost, and all others with it
+            for rollout in under_way:
+                self._continue(rollout, err)

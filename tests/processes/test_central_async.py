@@ -1,0 +1,413 @@
+"""Asynchronous central inference: environments go on at their own pace, a call acts for several."""
+
+import itertools
+import os
+import signal
+import sys
+from collections import defaultdict
+from functools import partial
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import rig
+import torch
+from central_rig import ENVS, POLICIES, SIZES, greedy, transformed
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from gleanrl import Collector, ConfigError, MultiAsyncCollector, PolicyError, WorkerDied
+from gleanrl.collectors import AsyncBatchedCollector
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.envs import EnvBase
+from gleanrl.envs.specs import Binary, Composite, Unbounded
+
+# Workers that need not import this file start in milliseconds.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+IDS = "collector", "traj_ids"
+
+
+class Counting(EnvBase):
+    """Has TensorDict methods only; an episode takes five steps and rewards the action."""
+
+    def __init__(self):
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded((4,)), seen=Unbounded((2, 3)))
+        self.action_spec = Unbounded(())
+        self.reward_spec = Unbounded((1,))
+        flags = ("done", "terminated", "truncated")
+        self.done_spec = Composite({name: Binary(shape=(1,), dtype=torch.bool) for name in flags})
+        self.count = 0
+
+    def _reset(self, tensordict=None):
+        self.count = 0
+        return self._shown()
+
+    def _shown(self):
+        seen = torch.full((2, 3), float(self.count))
+        return TensorDict({"observation": torch.full((4,), self.count * 0.1), "seen": seen})
+
+    def _step(self, tensordict):
+        self.count += 1
+        done = torch.tensor([self.count == 5])
+        result = {"reward": tensordict["action"].reshape(1).float() + self.count, "done": done}
+        result |= {"terminated": done, "truncated": torch.zeros_like(done)}
+        return self._shown().update(result)
+
+    def _set_seed(self, seed, static=False):
+        pass
+
+
+def streams(batches, envs):
+    """Return each environment's frames, in the order of its steps."""
+    rows = defaultdict(list)
+    for batch in batches:
+        flat = batch if batch.ndim > 1 else batch.unsqueeze(0)
+        for row in flat:
+            ids = row[IDS]
+            starts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+            for begin, end in itertools.pairwise(starts):
+                rows[int(ids[begin]) % envs].append(row[begin:end])
+    return {env: torch.cat(parts, 0) for env, parts in rows.items()}
+
+
+def taken(collector):
+    try:
+        collector.set_seed(5)
+        return [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+MAKES = ENVS | {"TensorDict methods": Counting}
+INPUTS = SIZES | {"TensorDict methods": (4, 2)}
+
+
+@pytest.mark.parametrize("policy", ["greedy", "recurrent", "on TensorDicts"])
+@pytest.mark.parametrize("env", MAKES)
+def test_each_environment_has_the_stream_that_it_has_in_this_process(env, policy):
+    make, act = MAKES[env], partial(POLICIES[policy], *INPUTS[env])
+
+    @settings(
+        max_examples=2,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
+    @given(
+        workers=st.integers(2, 3),
+        groups=st.integers(1, 2),
+        steps=st.integers(1, 7),
+        apart=st.booleans(),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "max_frames_per_traj": st.integers(2, 5),
+                "max_batch_size": st.integers(1, 3),
+                "min_batch_size": st.just(1),
+                "transition_chunk_size": st.integers(1, 4),
+            },
+        ),
+    )
+    def check(workers, groups, steps, apart, options):
+        if make is transformed:  # which counts steps itself
+            options.pop("max_frames_per_traj", None)
+        count, frames = workers * groups, 12 * steps * workers
+        own = {key: value for key, value in options.items() if key == "max_frames_per_traj"}
+        found = taken(
+            MultiAsyncCollector(
+                [make] * workers,
+                act(),
+                num_envs=groups,
+                env_groups=groups,
+                inference="central",
+                policy_process=None if apart else False,
+                frames_per_batch=steps,
+                total_frames=frames,
+                **options,
+            )
+        )
+        expected = taken(
+            Collector(
+                [make] * count, act(), frames_per_batch=frames, total_frames=frames * count, **own
+            )
+        )
+        one, two = streams(found, count), streams(expected, count)
+        assert sum(map(len, one.values())) >= frames
+        for index, stream in one.items():
+            # A policy may round otherwise when it acts for another number of environments.
+            torch.testing.assert_close(stream.to_dict(), two[index][: len(stream)].to_dict())
+
+    check()
+
+
+class Value(nn.Module):
+    """Acts as its weight says, and may raise."""
+
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.weight, self.calls, self.fails_at = nn.Parameter(torch.zeros(1)), 0, fails_at
+
+    def forward(self, observation):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ArithmeticError("in the policy")
+        return self.weight.expand(*observation.shape[:-1], 1) + 0
+
+
+def value(fails_at=None):
+    return TensorDictModule(Value(fails_at), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("apart", [None, False])
+def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apart):
+    policy = value()
+    seen = set()
+    with MultiAsyncCollector(
+        ["Pendulum-v1"] * 3,
+        policy,
+        inference="central",
+        policy_process=apart,
+        policy_device="cpu",
+        frames_per_batch=7,
+        total_frames=-1,
+        track_policy_version=True,
+    ) as collector:
+        for batch in collector:
+            versions = batch["policy_version"]
+            if apart is None:  # in this process the learner's own weights act at once
+                assert torch.equal(batch["action"][:, 0], versions.float())
+            seen |= set(versions.tolist())
+            if max(seen) >= 5:
+                break
+            with torch.no_grad():
+                policy.module.weight += 1
+            collector.update_policy_weights_()
+    assert seen <= set(range(20))
+
+
+def test_a_call_acts_for_no_more_environments_than_allowed():
+    with MultiAsyncCollector(
+        ["CartPole-v1"] * 4,
+        greedy(4, 2),
+        inference="central",
+        frames_per_batch=8,
+        total_frames=320,
+        max_batch_size=2,
+    ) as collector:
+        assert sum(batch.numel() for batch in collector) == 320
+        calls, rows = collector.calls_of_policy(reset=True)
+        assert 320 <= rows <= 2 * calls
+        assert collector.calls_of_policy() == (0, 0)
+
+
+def test_the_policy_waits_for_enough_environments():
+    with MultiAsyncCollector(
+        ["CartPole-v1"] * 3,
+        greedy(4, 2),
+        inference="central",
+        policy_process=False,
+        frames_per_batch=10,
+        total_frames=300,
+        min_batch_size=3,
+        max_wait_s=60.0,
+    ) as collector:
+        assert sum(batch.numel() for batch in collector) == 300
+        calls, rows = collector.calls_of_policy()
+        assert rows >= 3 * (calls - 2)  # the last rollouts end one by one
+
+
+def test_a_batch_joins_rollouts_of_the_first_environments():
+    with MultiAsyncCollector(
+        "CartPole-v1",
+        greedy(4, 2),
+        num_workers=3,
+        inference="central",
+        frames_per_batch=20,
+        transition_chunk_size=8,
+        total_frames=48,
+    ) as collector:
+        assert collector.fake_tensordict().shape == (24,)
+        batches = list(collector)
+    assert [batch.shape for batch in batches] == [(24,)] * 2
+    for batch in batches:
+        for chunk in batch.split(8):
+            inside = chunk[IDS][1:] == chunk[IDS][:-1]
+            following = chunk["observation"][1:] == chunk["next", "observation"][:-1]
+            assert bool(following.all(-1)[inside].all())
+
+
+def test_random_frames_come_first_and_a_buffer_is_filled_in_the_background():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = MultiAsyncCollector(
+        ["CartPole-v1"] * 2,
+        greedy(4, 2),
+        inference="central",
+        frames_per_batch=10,
+        init_random_frames=40,
+        total_frames=200,
+        replay_buffer=buffer,
+    )
+    collector.start()
+    rig.until(lambda: len(buffer) >= 200)
+    collector.shutdown()
+    assert buffer[:20]["action"].unique().tolist() == [0, 1]
+
+
+class Third(gym.Env):
+    """Calls a function in its third step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, do=None):
+        self.do, self.count = do, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        if self.do is not None and self.count == 3:
+            self.do()
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("apart", [None, False])
+@pytest.mark.parametrize(
+    ("do", "error", "message"),
+    [(rig.fail, ArithmeticError, "worker"), (rig.kill, WorkerDied, "killed by signal 9")],
+)
+def test_a_fault_of_an_environment_is_named(apart, do, error, message):
+    with rig.in_time(), pytest.raises(error, match=message):
+        list(
+            MultiAsyncCollector(
+                [Third, partial(Third, do)],
+                value(),
+                inference="central",
+                policy_process=apart,
+                frames_per_batch=4,
+                total_frames=400,
+            )
+        )
+
+
+@pytest.mark.parametrize("apart", [None, False])
+def test_an_error_of_the_policy_is_raised(apart):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy"):
+        list(
+            MultiAsyncCollector(
+                [Third] * 2,
+                value(fails_at=9),
+                inference="central",
+                policy_process=apart,
+                frames_per_batch=4,
+                total_frames=400,
+            )
+        )
+
+
+def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
+    collector = MultiAsyncCollector(
+        [Third] * 2, value(), inference="central", frames_per_batch=4, total_frames=-1
+    )
+    batches = iter(collector)
+    next(batches)
+    os.kill(collector.stats("per_worker")["worker_0/pid"], signal.SIGKILL)
+    with rig.in_time(), pytest.raises(WorkerDied, match="killed by signal 9"):
+        list(itertools.islice(batches, 1000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 2, "min_batch_size": 3}, "must be at most max_batch_size"),
+        ({"transition_chunk_size": 0}, "transition_chunk_size"),
+        ({"transition_chunk_size": 2, "compact_obs": True}, "exclude each other"),
+        ({"max_wait_s": -1.0}, "max_wait_s"),
+        ({"inference": "workers", "policy_process": False}, "needs asynchronous central"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MultiAsyncCollector(
+            ["CartPole-v1"], frames_per_batch=4, **{"inference": "central", **options}
+        )
+
+
+def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
+    def changes(tensordict):
+        tensordict["observation"] = tensordict["observation"] + 1
+        return tensordict.set("action", torch.zeros(tensordict.shape, dtype=torch.int64))
+
+    with pytest.raises(PolicyError, match="inference='workers'"):
+        MultiAsyncCollector(
+            ["CartPole-v1"],
+            changes,
+            frames_per_batch=4,
+            inference="central",
+            policy_process=False,
+        )
+
+
+# -- TorchRL's name and arguments ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_factory", [False, True])
+def test_torchrls_arguments_give_batches_of_several_environments(by_factory):
+    policy = {"policy_factory": partial(greedy, 4, 2)} if by_factory else {"policy": greedy(4, 2)}
+    collector = AsyncBatchedCollector(
+        ["CartPole-v1", lambda: gym.make("CartPole-v1")] * 2,
+        frames_per_batch=24,
+        total_frames=72,
+        envs_per_worker=2,
+        transition_chunk_size=8,
+        max_batch_size=4,
+        **policy,
+    )
+    batches = list(collector)
+    stats = collector.server_stats()
+    collector.shutdown()
+    assert [batch.shape for batch in batches] == [(24,)] * 3
+    assert batches[0]["policy_version"].shape == (24,)
+    assert stats["requests"] >= 72
+    assert 1 <= stats["avg_batch_size"] <= 4
+
+
+def test_whole_trajectories_are_delivered():
+    collector = AsyncBatchedCollector(
+        [Counting] * 2,
+        policy_factory=partial(greedy, 4, 2),
+        frames_per_batch=7,
+        total_frames=30,
+        yield_completed_trajectories=True,
+        policy_version_key=None,
+    )
+    batches = list(collector)
+    collector.shutdown()
+    assert [len(batch) for batch in batches] == [10] * 3
+    assert batches[0]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 2
+    assert "policy_version" not in batches[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("envs", "options", "error", "message"),
+    [
+        (["CartPole-v1"], {}, TypeError, "must be provided"),
+        (["CartPole-v1"], {"policy": len, "policy_factory": list}, TypeError, "exclusive"),
+        ("CartPole-v1", {"policy": len}, TypeError, "must be a list"),
+        ([], {"policy": len}, ConfigError, "empty"),
+        (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
+        (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "taskset"),
+        (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
+    ],
+)
+def test_wrong_arguments_are_named(envs, options, error, message):
+    with pytest.raises(error, match=message):
+        AsyncBatchedCollector(envs, frames_per_batch=8, **options)
