@@ -240,4 +240,4 @@ def _dealt(factories: Sequence[Any], kwargs: Any, most: int) -> tuple[list[list[
 
 MultiAsyncCollector.register(
     AsyncBatchedCollector
-)  # so that isinstance tells, as with AsyncCollector
+)  # so that isinstance tells
