@@ -238,6 +238,4 @@ def _dealt(factories: Sequence[Any], kwargs: Any, most: int) -> tuple[list[list[
     return [made[first : first + each] for first in range(0, len(made), each)], each
 
 
-MultiAsyncCollector.register(
-    AsyncBatchedCollector
-)  # so that isinstance tells
+MultiAsyncCollector.register(AsyncBatchedCollector)  # so that isinstance tells
