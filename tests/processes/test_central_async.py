@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rig
 import torch
-from central_rig import ENVS, POLICIES, SIZES, greedy, transformed
+from central_rig import ENVS, POLICIES, SIZES, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -21,7 +21,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from gleanrl import Collector, ConfigError, MultiAsyncCollector, PolicyError, WorkerDied
-from gleanrl.collectors import AsyncBatchedCollector
+from gleanrl.collectors import AsyncBatchedCollector, Interruptor
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import EnvBase
 from gleanrl.envs.specs import Binary, Composite, Unbounded
@@ -191,6 +191,35 @@ def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apar
     assert seen <= set(range(20))
 
 
+@pytest.mark.parametrize("apart", [None, False])
+def test_seeds_resets_and_states_between_batches_leave_streams_whole(apart):
+    act = recurrent(4, 2)
+    with MultiAsyncCollector(
+        ["CartPole-v1"] * 3,
+        act,
+        num_envs=2,
+        inference="central",
+        policy_process=apart,
+        frames_per_batch=16,
+        total_frames=-1,
+    ) as collector:
+        commands = {
+            4: lambda: collector.set_seed(3),
+            8: collector.reset,
+            12: lambda: collector.load_state_dict(collector.state_dict()),
+            16: collector.update_policy_weights_,
+        }
+        for number, batch in enumerate(itertools.islice(collector, 20)):
+            commands.get(number, bool)()
+            ids, first = batch[IDS], batch["is_init"][..., 0]
+            inside = ids[:, 1:] == ids[:, :-1]
+            for key in ("observation", "hidden"):
+                following = (batch[key][:, 1:] == batch["next", key][:, :-1]).all(-1)
+                assert bool(following[inside].all())
+            assert not batch["hidden"][first].any()
+            assert bool(first[:, 1:][~inside].all())
+
+
 def test_a_call_acts_for_no_more_environments_than_allowed():
     with MultiAsyncCollector(
         ["CartPole-v1"] * 4,
@@ -331,6 +360,7 @@ def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
         ({"transition_chunk_size": 0}, "transition_chunk_size"),
         ({"transition_chunk_size": 2, "compact_obs": True}, "exclude each other"),
         ({"max_wait_s": -1.0}, "max_wait_s"),
+        ({"interruptor": Interruptor()}, "needs policy_process=False"),
         ({"inference": "workers", "policy_process": False}, "needs asynchronous central"),
     ],
 )

@@ -191,6 +191,16 @@ EXCUSED = {
     "weight_recv_schemes": "concerns collectors inside workers, tests/processes/test_nested.py",
     "inference": "tests/processes/test_central.py compares it with one process",
     "env_groups": "is for central inference, tests/processes/test_central.py",
+    **dict.fromkeys(
+        (
+            "policy_process",
+            "max_batch_size",
+            "min_batch_size",
+            "max_wait_s",
+            "transition_chunk_size",
+        ),
+        "is for asynchronous central inference, tests/processes/test_central_async.py",
+    ),
     "slurm_kwargs": "needs Slurm, tests/distributed/test_launchers.py",
     "tcp_port": "ports of this machine are not the hunt's to choose",
     "replay_buffer_chunk": "another name of extend_buffer",

@@ -380,7 +380,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         Raises:
             ConfigError: anything but one bool per worker.
         """
-        chosen = read_flags("reset_idx", reset_idx, self.num_workers)
+        chosen = read_flags("reset_idx", reset_idx, self._engine.workers)
         resets = {worker: m.Reset(None, kwargs) for worker, reset in enumerate(chosen) if reset}
         self.collection.restart(dict(resets))
 

@@ -103,7 +103,12 @@ def policy_process_plan(
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         kind: The class of the collector in the process of the policy.
+
+    Raises:
+        ConfigError: an argument that cannot be passed on to that process.
     """
+    if arguments["interruptor"] is not None:
+        raise ConfigError("interruptor needs policy_process=False: it stays in this process")
     inside = {name: arguments[name] for name in _INSIDE}
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
