@@ -216,6 +216,8 @@ def _required(package: str, extras: set[str]) -> dict[str, Package]:
     for need in map(Requirement, metadata.requires(package) or ()):
         if not any(need.marker is None or need.marker.evaluate({"extra": e}) for e in extras):
             continue
+        if "" not in extras and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            continue  # always needed, whatever the extras
         version = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             version = metadata.version(need.name)
