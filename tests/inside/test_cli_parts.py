@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import shlex
 from dataclasses import fields, replace
 

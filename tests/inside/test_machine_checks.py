@@ -53,7 +53,7 @@ CASES = {
         "pip install --force-reinstall torch",
     ),
     "a GPU": ("cuda", (NO_GPU | {"devices": ["H100"]}, "0", True), "ok", "12.6: H100", ""),
-    "no interface": ("gloo", (None, ["lo", "eth0"], "ib0"), "wrong", "'ib0'", "one of eth0, lo"),
+    "no interface": ("gloo", (None, ["lo", "eth0"], "ib0"), "wrong", "'ib0'", "there are eth0, lo"),
     "no loopback": ("gloo", ("refused", ["lo"], None), "wrong", "refused", "ip link set lo up"),
     "no Python.h": (
         "compiler",
@@ -75,7 +75,7 @@ CASES = {
     "no port": ("port", ([10003, 10004], None), "wrong", "10003 to 10004", "TCP_PORT=20000"),
     "a stale Ray": ("ray", ("h:1", "/tmp/f", "refused"), "wrong", "h:1 of /tmp/f", "ray stop"),
     "a Ray": ("ray", ("h:1", "RAY_ADDRESS", None), "ok", "answers at h:1", ""),
-    "no controller": ("slurm", (LATE, LATE), "wrong", "sinfo: no answer in 10 s", "scontrol ping"),
+    "no controller": ("slurm", (LATE, None), "wrong", "sinfo: no answer in 10 s", "scontrol ping"),
     "no account": ("slurm", (PARTITIONS, LATE), "note", "cpu*, gpu; a plain", "slurm_account"),
     "no sbatch": ("slurm", (PARTITIONS, None), "note", "no sbatch", "submitit_delayed_launcher"),
     "a cluster": ("slurm", (PARTITIONS, Answer(0)), "ok", "cpu*, gpu; sbatch takes jobs", ""),

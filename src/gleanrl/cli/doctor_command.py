@@ -40,7 +40,7 @@ _RAY_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address of the cluster that was started last on this machine."""
 _HEADERS = "#include <Python.h>\n#include <omp.h>\n"
 _COLLECT = ("gleanrl", "collect", "CartPole-v1", "--workers", "1", "--frames", "2")
-_CONNECT_S, _SHORT_S, _TORCH_S, _WORKER_S = 3.0, 10.0, 60.0, 120.0
+_CONNECT_S, _SHORT_S, _TORCH_S = 3.0, 10.0, 120.0
 _running: set[subprocess.Popen[str]] = set()
 """What checks are waiting for."""
 _REPORT = "report this line to the authors of GleanRL"
@@ -170,12 +170,12 @@ def _own_threads() -> int:
 
 def _worker() -> Iterator[Finding]:
     start = time.perf_counter()
-    answer = _asked([sys.executable, "-m", *_COLLECT], _WORKER_S)
+    answer = _asked([sys.executable, "-P", "-m", *_COLLECT], _TORCH_S)
     yield checks.worker(answer, time.perf_counter() - start, _COLLECT)
 
 
 def _torch() -> Iterator[Finding]:
-    answer = _asked([sys.executable, "-m", "gleanrl.cli.torch_facts"], _TORCH_S)
+    answer = _asked([sys.executable, "-P", "-m", "gleanrl.cli.torch_facts"], _TORCH_S)
     if answer.code != 0:
         yield checks.torch_fails(answer)
         return
@@ -267,15 +267,17 @@ def _ray() -> Iterator[Finding]:
 
 
 def _slurm() -> Iterator[Finding]:
-    partitions = _tool("sinfo", "--noheader", "--format=%P")
-    yield checks.slurm(partitions, _tool("sbatch", "--test-only", "--time=1", "--wrap=true"))
+    partitions, test = _tool("sinfo", "--noheader", "--format=%P"), None
+    if partitions is not None and partitions.code == 0:
+        test = _tool("sbatch", "--test-only", "--time=1", "--wrap=true")
+    yield checks.slurm(partitions, test)
 
 
 CHECKS: Mapping[str, tuple[float, _Check]] = {
     "processors": (_SHORT_S, _processors),
     "memory": (_SHORT_S, _memory),
     "limits": (_SHORT_S, _limits),
-    "worker": (_WORKER_S + _SHORT_S, _worker),
+    "worker": (_TORCH_S + _SHORT_S, _worker),
     "torch": (_TORCH_S + _SHORT_S, _torch),
     "compiler": (3 * _SHORT_S, _compiler),
     "packages": (_SHORT_S, _packages),

@@ -148,6 +148,9 @@ def worker(answer: Answer, seconds: float, command: Sequence[str]) -> Finding:
 def torch_fails(answer: Answer) -> Finding:
     """Judge a process that could not import torch or ask it."""
     fix = "pip install --force-reinstall torch"
+    fix = (
+        "python -X importtime -c 'import torch; torch.cuda.init()'" if answer.code is None else fix
+    )
     return Finding("torch", "wrong", f"it cannot be imported or asked: {answer.problem}", fix)
 
 
@@ -195,7 +198,7 @@ def gloo(problem: str | None, interfaces: Collection[str], wanted: str | None) -
     """Judge whether gloo connects here, and ``wanted``, which is GLOO_SOCKET_IFNAME."""
     unknown = sorted(set(filter(None, (wanted or "").split(","))) - set(interfaces))
     if unknown:
-        fix = f"export GLOO_SOCKET_IFNAME= one of {', '.join(sorted(interfaces))}; or unset it"
+        fix = f"unset GLOO_SOCKET_IFNAME; there are {', '.join(sorted(interfaces))}"
         found = f"GLOO_SOCKET_IFNAME names {unknown[0]!r}, which this machine does not have"
         return Finding("gloo", "wrong", found, fix)
     if problem:

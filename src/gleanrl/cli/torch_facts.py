@@ -21,11 +21,14 @@ _GLOO_S = 10.0
 def facts() -> dict[str, Any]:
     """Return what `gleanrl.cli.machine_checks` judges; a problem is ``None`` if there is none."""
     cuda: Any = torch.cuda
+    build = torch.version.cuda or torch.version.hip
+    problem = build and _problem_of(cuda.init)
+    count = 0 if problem else cuda.device_count()
     return {
         "threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
-        "cuda_problem": torch.version.cuda and _problem_of(cuda.init),
-        "devices": [cuda.get_device_name(number) for number in range(cuda.device_count())],
+        "cuda": build,
+        "cuda_problem": problem,
+        "devices": [cuda.get_device_name(number) for number in range(count)],
         "gloo_problem": _problem_of(_connect),
     }
 
