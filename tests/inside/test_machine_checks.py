@@ -40,6 +40,7 @@ CASES = {
     "room": ("processes", (math.inf, math.inf, 90, [500], 4), "ok", "500 more in this", ""),
     "no worker": ("worker", (LATE, 120.0, COMMAND), "wrong", "no answer", "collect --traceback"),
     "a slow disk": ("worker", (Answer(0), 70.0, COMMAND), "note", "70.0 s", "start_timeout=600"),
+    "a torch that hangs": ("torch_fails", (LATE,), "wrong", "no answer in 10 s", "-X importtime"),
     "threads": ("threads", (64, 4, {}), "wrong", "no variable sets", "export OMP_NUM_THREADS=4"),
     "a setting": ("threads", (2, 4, {"OMP_NUM_THREADS": "2"}), "ok", "OMP_NUM_THREADS=2", ""),
     "an old driver": ("cuda", (NO_GPU, None, True), "wrong", "is too old", "whl/cu118"),

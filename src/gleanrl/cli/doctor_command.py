@@ -99,7 +99,8 @@ def _started(name: str, seconds: float, check: _Check) -> Callable[[], list[Find
 
 
 def _asked(command: Sequence[str], seconds: float, given: str = "") -> Answer:
-    """Run ``command``, for at most ``seconds``."""
+    """Run ``command``, for at most ``seconds``; it imports what this process would import."""
+    path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -107,7 +108,7 @@ def _asked(command: Sequence[str], seconds: float, given: str = "") -> Answer:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
     ) as process:
         _running.add(process)
         try:
@@ -170,12 +171,12 @@ def _own_threads() -> int:
 
 def _worker() -> Iterator[Finding]:
     start = time.perf_counter()
-    answer = _asked([sys.executable, "-P", "-m", *_COLLECT], _TORCH_S)
+    answer = _asked([sys.executable, "-m", *_COLLECT], _TORCH_S)
     yield checks.worker(answer, time.perf_counter() - start, _COLLECT)
 
 
 def _torch() -> Iterator[Finding]:
-    answer = _asked([sys.executable, "-P", "-m", "gleanrl.cli.torch_facts"], _TORCH_S)
+    answer = _asked([sys.executable, "-m", "gleanrl.cli.torch_facts"], _TORCH_S)
     if answer.code != 0:
         yield checks.torch_fails(answer)
         return
