@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,14 @@ def shared_memory(total: int, free: int) -> Finding:
     return Finding("shared memory", "note", found, fix)
 
 
+def _bound(limit: float) -> str:
+    return "unlimited" if math.isinf(limit) else f"{limit:,}"
+
+
 def open_files(soft: float, hard: float, cores: int) -> Finding:
     """Judge the limit of open files, and what it may be raised to, for a worker per core."""
     needed = _FILES + _FILES_EACH * cores
-    found = f"{soft:,} (ulimit -n), may be raised to {hard:,}"
+    found = f"{_bound(soft)} (ulimit -n), may be raised to {_bound(hard)}"
     if soft >= needed:
         return Finding("open files", "ok", found)
     fix = f"ulimit -n {min(hard, max(needed, 4096)):.0f}"
@@ -116,8 +121,8 @@ def processes(soft: float, hard: float, used: int, rooms: Sequence[int], cores: 
         cores: The usable cores.
     """
     needed, room = _TASKS + _TASKS_EACH * cores, min(rooms, default=soft)
-    found = f"{used:,} of {soft:,} of this user (ulimit -u)"
-    found += f"; {room:,} more in this container or job" if rooms else ""
+    found = f"{used:,} of this user, {_bound(soft)} allowed (ulimit -u)"
+    found += f"; {room:,} more in its container or job" if rooms else ""
     if min(room, soft - used) >= needed:
         return Finding("processes", "ok", found)
     fix = f"ulimit -u {hard:.0f}" if hard > soft else "ps -u $USER -L shows which to end"
@@ -148,9 +153,8 @@ def worker(answer: Answer, seconds: float, command: Sequence[str]) -> Finding:
 def torch_fails(answer: Answer) -> Finding:
     """Judge a process that could not import torch or ask it."""
     fix = "pip install --force-reinstall torch"
-    fix = (
-        "python -X importtime -c 'import torch; torch.cuda.init()'" if answer.code is None else fix
-    )
+    if answer.code is None:
+        fix = "python -X importtime -c 'import torch; torch.cuda.init()' shows where it waits"
     return Finding("torch", "wrong", f"it cannot be imported or asked: {answer.problem}", fix)
 
 
@@ -178,8 +182,8 @@ def cuda(facts: Mapping[str, Any], visible: str | None, driver: bool) -> Finding
     if devices:
         return Finding("CUDA", "ok", f"{build}: {', '.join(devices)}{shown}")
     if not driver:
-        here = "torch is built for CPUs" if build is None else f"{build} without use"
-        return Finding("CUDA", "ok", f"{here}: the kernel has no NVIDIA driver")
+        found = f"no NVIDIA driver here, and torch is built for {build or 'CPUs'}"
+        return Finding("CUDA", "ok", found)
     if build is None:
         fix = "pip install --force-reinstall torch"
         return Finding("CUDA", "note", "torch is built for CPUs, this machine has a GPU", fix)
@@ -216,7 +220,7 @@ def compiler(name: str, version: Answer | None, compiled: Answer | None) -> Find
         problem = f"{name} compiles no file with Python.h and OpenMP: {failed.problem}"
     else:
         return Finding("compiler", "ok", version.out.partition("\n")[0])
-    fix = "sudo apt-get install g++ python3-dev, or conda install gxx; export CXX= names another"
+    fix = "sudo apt-get install g++ python3-dev, or conda install gxx; export CXX=clang++"
     found = f"{problem}; only compile_policy= and torch.compile need it"
     return Finding("compiler", "note", found, fix)
 
