@@ -132,6 +132,8 @@ class _WithWorkers(TypedDict, total=False):
     cat_results: Annotated[str | int | None, None]
     init_fn: Annotated[Callable[[], Any] | None, None]
     start_timeout: Annotated[float, 120.0]
+    on_failure: Annotated[str, "raise"]
+    max_relaunches: Annotated[int | tuple[int, float], 3]
 
 
 class _Remote(TypedDict, total=False):
@@ -139,8 +141,6 @@ class _Remote(TypedDict, total=False):
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
-    on_failure: Annotated[str, "raise"]
-    max_relaunches: Annotated[int, 3]
 
 
 class _WeightIntervals(TypedDict, total=False):

@@ -20,10 +20,9 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
-from gleanrl.engine.replacing import Replacements
+from gleanrl.engine.replacing import Replacements, ReplacingBackend
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
-from gleanrl.transport.network import NetworkBackend
 from gleanrl.watch.watching import Watching
 
 
@@ -64,17 +63,23 @@ class Collection:
             plan.interruptor.attach(engine.backend.stop_byte)
             stopped = plan.interruptor.collection_stopped
         engine.tolerant = plan.arguments["on_failure"] != "raise"
+        engine.needs_all = plan.relaunches is not None and plan.sync
         self.budget = engine.plan(
-            plan.limits, plan.frames, plan.batches, enough=plan.enough, stopped=stopped
+            plan.limits,
+            plan.frames,
+            plan.batches,
+            enough=plan.enough,
+            stopped=stopped,
+            blanks=plan.blanks,
         )
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
         self._replacements: Replacements | None = None
         if plan.relaunches is not None:
-            backend = cast("NetworkBackend", engine.backend)
+            backend = cast("ReplacingBackend", engine.backend)
             models = cast("WeightSync", self.weights.models)
-            self._replacements = Replacements(engine, backend, models, plan.relaunches)
+            self._replacements = Replacements(engine, backend, models, *plan.relaunches)
         self.filling = BackgroundFilling(engine, self.budget, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
@@ -252,6 +257,7 @@ class Collection:
             "workers": self.engine.workers,
             "workers_alive": len(self.engine.alive),
             "workers_lost": self.engine.losses,
+            "relaunches": sum(self.engine.lives),
             "rollouts_queued": self.engine.gather.queued,
         }
         for worker in range(self.engine.workers if workers != "aggregate" else 0):

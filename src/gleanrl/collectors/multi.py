@@ -8,7 +8,12 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import MultiArguments, documents_arguments, typed
+from gleanrl.collectors.arguments import (
+    Arguments,
+    MultiArguments,
+    documents_arguments,
+    typed,
+)
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.central import (
     call_sizes,
@@ -70,9 +75,7 @@ class MultiCollector(BaseCollector):
         super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
-        make = _make_backend(
-            arguments["backend"], arguments["num_sub_threads"], arguments["start_timeout"]
-        )
+        make = _make_backend(arguments)
         if read_inference(arguments, self._sync):
             arguments = in_whole_rollouts(arguments, functions)
             if self._sync or arguments["policy_process"] is False:
@@ -212,16 +215,18 @@ class AsyncCollector(MultiCollector):
         super().__init__([create_env_fn], policy, **kwargs)
 
 
-def _make_backend(name: str | None, num_sub_threads: int, start_timeout: float) -> MakeBackend:
-    """Return the function that builds the backend called ``name``.
+def _make_backend(arguments: Arguments) -> MakeBackend:
+    """Return the function that builds the backend that ``arguments`` name.
 
     Raises:
         ConfigError: an unknown backend.
         NotImplementedError: one that this version does not have.
     """
+    name, start_timeout = arguments["backend"], arguments["start_timeout"]
     if name in (None, "process", "multiprocessing"):
-        threads = check_int("num_sub_threads", num_sub_threads, least=1)
-        return lambda windows: ProcessBackend(threads, start_timeout)
+        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
+        replaces = arguments["on_failure"] == "relaunch"
+        return lambda windows: ProcessBackend(threads, start_timeout, replaces=replaces)
     if name in ("inline", "direct"):
         return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
     raise unknown_backend(

@@ -27,6 +27,7 @@ from gleanrl.core.options import (
     check_int,
     is_number,
     read_device,
+    seconds,
     warn,
 )
 from gleanrl.core.protocols import SourceFactory
@@ -97,12 +98,14 @@ class WorkerPlan:
             check_counts(envs, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
-        self.stops = self.enough is not None or self.interruptor is not None
-        """Whether rollouts may be stopped early."""
+        self.relaunches = read_failure(arguments, sync, remote)
+        """The number of replacements of each worker, and in how many seconds (``None`` for all);
+        ``None`` without replacements."""
+        self.blanks = sync and arguments["on_failure"] == "continue"
+        """Whether batches may lack the rollouts of lost workers."""
+        self.stops = self.enough is not None or self.interruptor is not None or self.blanks
+        """Whether rollouts may be shorter than asked for."""
         self.sending = read_sending(arguments, count, sync)
-        most = check_int("max_relaunches", arguments["max_relaunches"], least=0)
-        self.relaunches = most if arguments["on_failure"] == "relaunch" else None
-        """The number of replacements of each worker; ``None`` without replacements."""
         self.exploration = read_exploration(
             arguments["exploration_type"], arguments["exploration_mode"]
         )
@@ -310,6 +313,33 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
             "waits for another"
         )
     return int(workers * threshold) if threshold < 1 and sync else None
+
+
+def read_failure(arguments: Arguments, sync: bool, remote: bool) -> tuple[int, float | None] | None:
+    """Return how many replacements each worker may have, and in how many seconds.
+
+    ``None`` stands for no replacements, or for all time.
+
+    Raises:
+        ConfigError: a reaction to lost workers that does not exist, or excludes another argument.
+    """
+    what, quota = arguments["on_failure"], arguments["traj_quota"]
+    if what not in ("raise", "continue", "relaunch"):
+        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
+    if what != "raise" and sync and remote:
+        raise ConfigError(
+            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
+        )
+    if what != "raise" and quota is not None:
+        raise ConfigError(
+            f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
+            f"{what!r} continues without those of lost workers: leave one out"
+        )
+    most, within = arguments["max_relaunches"], None
+    if isinstance(most, tuple) and len(most) == 2:
+        most, within = most[0], seconds("max_relaunches[1]", most[1])
+    most = check_int("max_relaunches", most, least=0)
+    return (most, within) if what == "relaunch" else None
 
 
 def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:

@@ -47,6 +47,7 @@ class Engine(Session):
         *,
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
+        blanks: bool = False,
     ) -> Budget:
         """Decide the layout of batches and reserve their memory; call once, first.
 
@@ -56,6 +57,7 @@ class Engine(Session):
             options: How batches are handed out.
             enough: Workers that have to finish; then the rollouts of the others are stopped.
             stopped: Whether rollouts are to be stopped from outside.
+            blanks: Whether batches of all workers may lack the rollouts of lost ones.
 
         Returns:
             The budget of batches of the size that they will have.
@@ -82,7 +84,9 @@ class Engine(Session):
             self.gather: Gather = AsyncGather(self, plan.worker_slots, self.sizes)
         else:
             slots = plan.common_slots()
-            self.gather = SyncGather(self, slots, self.sizes, enough=enough, stopped=stopped)
+            self.gather = SyncGather(
+                self, slots, self.sizes, enough=enough, stopped=stopped, blanks=blanks
+            )
         return budget
 
     def _open_window(self, reference: m.WindowRef) -> Window:

@@ -175,7 +175,6 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
             "environments"
         )
-    _check_failure(arguments)
     dealt = deal("collector_kwargs", arguments["collector_kwargs"], len(functions))
     return WorkerPlan(
         arguments,
@@ -186,22 +185,6 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
         remote=True,
         kwargs=[_read_kwargs(kind, one, arguments) for one in dealt],
     )
-
-
-def _check_failure(arguments: Arguments) -> None:
-    """Check the settings for a lost node."""
-    what, quota = arguments["on_failure"], arguments["traj_quota"]
-    if what not in ("raise", "continue", "relaunch"):
-        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
-    if what != "raise" and arguments["sync"]:
-        raise ConfigError(
-            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
-        )
-    if what != "raise" and quota is not None:
-        raise ConfigError(
-            f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
-            f"{what!r} continues without those of lost nodes: leave one out"
-        )
 
 
 def _read_class(collector_class: Any) -> Any:
