@@ -201,6 +201,10 @@ EXCUSED = {
         ),
         "is for asynchronous central inference, tests/processes/test_central_async.py",
     ),
+    **dict.fromkeys(
+        ("on_env_error", "max_env_restarts"),
+        "tests/unit/test_env_restarts.py has faults of its own",
+    ),
     "slurm_kwargs": "needs Slurm, tests/distributed/test_launchers.py",
     "tcp_port": "ports of this machine are not the hunt's to choose",
     "replay_buffer_chunk": "another name of extend_buffer",

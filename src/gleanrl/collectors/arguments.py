@@ -33,6 +33,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.argument_texts import by_topic, text_of
 from gleanrl.collectors.hooks import PostHook, PreHook
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
@@ -81,6 +82,8 @@ class CommonArguments(TypedDict, total=False):
     pre_collect_hook: Annotated[PreHook | None, None]
     post_collect_hook: Annotated[PostHook | None, None]
     compact_obs: Annotated[bool, False]
+    on_env_error: Annotated[str, "raise"]
+    max_env_restarts: Annotated[int | tuple[int, float], 10]
     num_envs: Annotated[int | None, None]
     categorical_action_encoding: Annotated[bool, True]
     observation_dtype: Annotated[torch.dtype | None, None]
@@ -410,6 +413,10 @@ def check(arguments: Arguments) -> None:
         raise ConfigError(f"traj_format ({arguments['traj_format']!r}) must be 'padded' or 'cat'")
     if arguments["traj_quota"] not in (None, "equal"):
         raise ConfigError(f"traj_quota ({arguments['traj_quota']!r}) must be 'equal' or None")
+    if arguments["on_env_error"] not in ("raise", "restart"):
+        what = arguments["on_env_error"]
+        raise ConfigError(f"on_env_error ({what!r}) must be 'raise' or 'restart'")
+    read_allowance("max_env_restarts", arguments["max_env_restarts"])
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     seconds("start_timeout", arguments["start_timeout"])

@@ -16,6 +16,7 @@ from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
+from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
@@ -48,6 +49,8 @@ class Collection:
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
+        self.env_restarts = 0
+        """Environments that were built anew after an error."""
         self.touched = False
         """Whether anything has requested a batch, a seed, a reset or a state."""
         self.moved = False
@@ -79,7 +82,7 @@ class Collection:
         if plan.relaunches is not None:
             backend = cast("ReplacingBackend", engine.backend)
             models = cast("WeightSync", self.weights.models)
-            self._replacements = Replacements(engine, backend, models, *plan.relaunches)
+            self._replacements = Replacements(engine, backend, models, plan.relaunches)
         self.filling = BackgroundFilling(engine, self.budget, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
@@ -129,10 +132,19 @@ class Collection:
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
+        for worker, report in reports.items():
+            for failure in report.failures:
+                self._env_failed(worker, failure)
         self.watching.gathered(reports, weights.number, requested_at, self.status)
         if weights.schedule is not None:
             weights.after_batch(reports)
         return batch
+
+    def _env_failed(self, worker: int, failure: str) -> None:
+        """Count an environment that was built anew, and warn of it."""
+        self.env_restarts += 1
+        where = f"in worker {worker}, " if self._several else ""
+        warn(f"{where}{failure}")
 
     def newest(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
@@ -274,6 +286,7 @@ class Collection:
             "frames_per_batch": limits.frames_per_batch,
             "requested_frames_per_batch": limits.frames_per_batch,
             "frames_discarded": engine.discarded + engine.gather.dropped + self.pipeline.discarded,
+            "env_restarts": self.env_restarts,
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,

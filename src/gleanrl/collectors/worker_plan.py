@@ -19,6 +19,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.weight_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     FrameBudget,
@@ -27,7 +28,6 @@ from gleanrl.core.options import (
     check_int,
     is_number,
     read_device,
-    seconds,
     warn,
 )
 from gleanrl.core.protocols import SourceFactory
@@ -105,6 +105,8 @@ class WorkerPlan:
         """Whether batches may lack the rollouts of lost workers."""
         self.stops = self.enough is not None or self.interruptor is not None or self.blanks
         """Whether rollouts may be shorter than asked for."""
+        self.masks = self.stops or arguments["on_env_error"] == "restart"
+        """Whether frames may be none of the environment's transitions."""
         self.sending = read_sending(arguments, count, sync)
         self.exploration = read_exploration(
             arguments["exploration_type"], arguments["exploration_mode"]
@@ -182,7 +184,7 @@ class WorkerPlan:
             policy_device=self.policy_device[worker],
             exploration_type=self.exploration,
             track_policy_version=self.version is not None,
-            mask=self.stops,
+            mask=self.masks,
             stream=None if self.in_process else self.stream + worker,
             frames_per_batch=self.frames[worker],
             replay_buffer=buffer if self.fills else None,
@@ -335,11 +337,8 @@ def read_failure(arguments: Arguments, sync: bool, remote: bool) -> tuple[int, f
             f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
             f"{what!r} continues without those of lost workers: leave one out"
         )
-    most, within = arguments["max_relaunches"], None
-    if isinstance(most, tuple) and len(most) == 2:
-        most, within = most[0], seconds("max_relaunches[1]", most[1])
-    most = check_int("max_relaunches", most, least=0)
-    return (most, within) if what == "relaunch" else None
+    allowed = read_allowance("max_relaunches", arguments["max_relaunches"])
+    return allowed if what == "relaunch" else None
 
 
 def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
 from gleanrl.core import messages as m
+from gleanrl.core.allowance import Allowance
 from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
@@ -49,8 +48,7 @@ class Replacements:
         engine: Engine,
         backend: ReplacingBackend,
         models: WeightSync,
-        most: int,
-        within: float | None,
+        allowed: tuple[int, float | None],
     ) -> None:
         """Replace workers of ``engine`` from now on, including workers lost before.
 
@@ -58,13 +56,10 @@ class Replacements:
             engine: The workers' session.
             backend: That of the engine.
             models: Knows the newest weights.
-            most: Replacements per worker, in all or
-            within: in so many seconds.
+            allowed: How often each worker may be replaced, and within how many seconds.
         """
         self._engine, self._backend, self._models = engine, backend, models
-        self._most, self._within = most, within
-        self._starts = [deque[float](maxlen=max(most, 1)) for _ in range(engine.workers)]
-        """Per worker, when its last replacements were started."""
+        self._allowed = [Allowance(*allowed) for _ in range(engine.workers)]
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
         engine.replacing = self
@@ -76,19 +71,16 @@ class Replacements:
 
         Never waits. The worker is `Engine.joining` from then on.
         """
-        starts, now = self._starts[worker], time.monotonic()
-        recent = [at for at in starts if self._within is None or now - at < self._within]
-        within = "" if self._within is None else f" within {self._within} s"
-        if len(recent) == self._most:
-            return f", for good (max_relaunches={self._most}{within})"
-        soon = sum(now - at < _SOON_S for at in starts)
-        least, most = _BACK_OFF_S
+        allowed, (least, most) = self._allowed[worker], _BACK_OFF_S
+        soon = allowed.since(_SOON_S)
         delay = min(least * 2 ** (soon - 1), most) if soon else 0.0
-        starts.append(now + delay)
+        number = allowed.take(delay)
+        if not number:
+            return f", for good (max_relaunches={allowed})"
         # First: an interrupt meanwhile must not have it come unexpected.
         self._engine.joining.add(worker)
         self._backend.replace(worker, self._engine.lives[worker] + 1, delay)
-        return f" until replacement {len(recent) + 1} of {self._most}{within} has joined"
+        return f" until replacement {number} (max_relaunches={allowed}) has joined"
 
     def welcome(self, reply: m.Ready) -> list[m.Command]:
         """Return the commands that bring a replacement up to date, before any other command.

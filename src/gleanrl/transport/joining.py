@@ -149,7 +149,7 @@ class NodeAdmitter(Generic[N]):
         host, port = self.listener.getsockname()[:2]
         return Invitation(host, port, node, self._secret, self._timeout_s)
 
-    def want(self, index: int, life: int, delay: float) -> None:
+    def want(self, index: int, life: int, delay: float = 0.0) -> None:
         """Have node ``index``, lost ``life`` times, started again after ``delay`` seconds."""
         with self._lock:
             self._wanted[index] = _Wanted(life, delay=Deadline(delay))
