@@ -15,7 +15,7 @@ class Allowance:
 
     def __init__(self, most: int, within: float | None = None) -> None:
         """Allow ``most`` tries, within any ``within`` seconds if these are given."""
-        self._most, self._within = most, within
+        self.most, self._within = most, within
         self._tries: deque[float] = deque(maxlen=max(most, 1))
         """When the last tries were made."""
 
@@ -23,7 +23,7 @@ class Allowance:
         """Count a try that begins in ``delay`` seconds; return its number, 0 if it is refused."""
         now = monotonic()
         recent = sum(self._within is None or now - at < self._within for at in self._tries)
-        if recent >= self._most:
+        if recent >= self.most:
             return 0
         self._tries.append(now + delay)
         return recent + 1
@@ -35,7 +35,7 @@ class Allowance:
 
     def __str__(self) -> str:
         """Return the argument's value as the user gave it."""
-        return str(self._most if self._within is None else (self._most, self._within))
+        return str(self.most if self._within is None else (self.most, self._within))
 
 
 def read_allowance(name: str, value: Any) -> tuple[int, float | None]:

@@ -80,7 +80,7 @@ class Replacements:
         # First: an interrupt meanwhile must not have it come unexpected.
         self._engine.joining.add(worker)
         self._backend.replace(worker, self._engine.lives[worker] + 1, delay)
-        return f" until replacement {number} (max_relaunches={allowed}) has joined"
+        return f" until replacement {number} of {allowed.most} has joined"
 
     def welcome(self, reply: m.Ready) -> list[m.Command]:
         """Return the commands that bring a replacement up to date, before any other command.
