@@ -406,6 +406,8 @@ class AsyncGather(Gather):
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
         """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
         queue = self._queues[worker]
+        if queue and queue[0][0].lost is not None:
+            self._drop_lost_of(worker, budget)
         while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
             pass
 
@@ -425,14 +427,18 @@ class AsyncGather(Gather):
 
     def _drop_lost(self, budget: Budget) -> None:
         """Expect no rollouts of lost workers; others may make them."""
-        for worker, queue in enumerate(self._queues):
-            while queue and queue[0][0].lost is not None:
-                ticket, slots, slot = queue.popleft()
-                budget.cancel(self._frames[worker])
-                if ticket.over:
-                    slots.release(slot)
-                elif slots is self._slots[worker]:
-                    self._renew(worker)
+        for worker in range(len(self._queues)):
+            self._drop_lost_of(worker, budget)
+
+    def _drop_lost_of(self, worker: int, budget: Budget) -> None:
+        queue = self._queues[worker]
+        while queue and queue[0][0].lost is not None:
+            ticket, slots, slot = queue.popleft()
+            budget.cancel(self._frames[worker])
+            if ticket.over:
+                slots.release(slot)
+            elif slots is self._slots[worker]:
+                self._renew(worker)
 
     def _renew(self, worker: int) -> None:
         """Exchange the slots of a lost worker, which may still write into them."""
