@@ -482,6 +482,35 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
         assert not old & new
 
 
+LEDGER = ("frames", "frames_under_way", "frames_discarded_reset", "frames_discarded_loss")
+LEDGER += ("frames_discarded_stop", "frames_discarded_ahead")
+
+
+@settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(commands=st.lists(st.sampled_from(["reset", "seed", "load", "next"]), max_size=8))
+def test_the_ledger_is_that_of_the_environments(kind, commands):
+    with open_two(kind, total_frames=320) as collector:
+        do = {
+            "reset": collector.reset,
+            "seed": lambda: collector.set_seed(3),
+            "load": lambda: collector.load_state_dict(collector.state_dict()),
+            "next": collector.next,
+        }
+        for command in ("next", *commands):
+            do[command]()
+            stats = collector.stats()
+            assert stats["frames_stepped"] == sum(stats[key] for key in LEDGER)
+        for _ in collector:
+            pass
+        stats = collector.stats()
+        assert sum(collector.get_distant_attr("env.steps")) == stats["frames_stepped"]
+        assert stats["frames_under_way"] == 0
+        assert stats["frames_discarded"] == stats["frames_discarded_reset"]
+    assert collector.stats()["frames_stepped"] == stats["frames_stepped"]
+
+
 def test_random_frames_are_counted_over_all_workers(kind):
     policy = rig.encoded(4)
     policy.module.set(1)

@@ -49,6 +49,8 @@ class Collection:
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
+        self._unfinished = 0
+        """Frames in batches that earlier pipelines dropped."""
         self.env_restarts = 0
         """Environments that were built anew after an error."""
         self.touched = False
@@ -91,7 +93,7 @@ class Collection:
         """Continue with the workers that were started by ``plan``, which the engine has now."""
         self.plan = plan
         self.pipeline.forget()
-        self.engine.discarded += self.pipeline.discarded
+        self._unfinished += self.pipeline.discarded
         self.pipeline = plan.pipeline
         self.pipeline.share_out(self.engine.num_envs)
         self.hooks = HooksInWorkers(self.hooks.pre, self.hooks.post, self.engine)
@@ -128,7 +130,7 @@ class Collection:
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
             self.budget.delivered -= frames
-            self.engine.discarded += frames
+            self.engine.discards["stop"] += frames
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
@@ -270,7 +272,7 @@ class Collection:
             "workers_alive": len(self.engine.alive),
             "workers_lost": self.engine.losses,
             "relaunches": sum(self.engine.lives),
-            "rollouts_queued": self.engine.gather.queued,
+            "rollouts_queued": len(self.engine.gather.waiting()),
         }
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
             own = self._of_worker(worker)
@@ -281,11 +283,10 @@ class Collection:
         engine, limits = self.engine, self.budget.limits
         total = limits.total_frames
         return {
-            "frames": self.budget.delivered,
+            **self._ledger(),
             "batches": self.batches,
             "frames_per_batch": limits.frames_per_batch,
             "requested_frames_per_batch": limits.frames_per_batch,
-            "frames_discarded": engine.discarded + engine.gather.dropped + self.pipeline.discarded,
             "env_restarts": self.env_restarts,
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
@@ -298,6 +299,28 @@ class Collection:
             **self.watching.measures.stats(),
             **({} if total is None else {"total_frames": total}),
             **self.filling.stats(),
+        }
+
+    def _ledger(self) -> dict[str, int]:
+        """Return the frames that workers have reported, and what became of them."""
+        engine, delivered = self.engine, self.budget.delivered
+        waiting = sum(report.frames for report in engine.gather.waiting())
+        stopped, waiting = (waiting, 0) if engine.closed else (0, waiting)
+        unfinished = self._unfinished + self.pipeline.discarded
+        discards = {
+            "reset": engine.discards["reset"],
+            "loss": engine.gather.dropped,
+            "ahead": engine.discards["ahead"],
+            "stop": engine.discards["stop"] + stopped,
+        }
+        lost = sum(discards.values())
+        return {
+            "frames": delivered,
+            "frames_stepped": delivered + lost + waiting,
+            "frames_under_way": waiting,
+            "frames_discarded": lost + unfinished,
+            **{f"frames_discarded_{why}": frames for why, frames in discards.items()},
+            "frames_discarded_unfinished": unfinished,
         }
 
     def _of_worker(self, worker: int) -> dict[str, int | float | bool]:

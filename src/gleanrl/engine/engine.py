@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from gleanrl.engine.budget import Budget
 from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
 from gleanrl.engine.session import MakeBackend, Session
 
-_STAYING = frozenset({"_turns", "closed", "discarded", "failure", "set_aside"})
+_STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
 """Attributes of an engine that are not about its workers, and differ while none is collecting."""
 
 
@@ -35,8 +36,8 @@ class Engine(Session):
         """Start the workers; see `Session`. `plan` has to follow."""
         self.set_aside: Engine | None = None
         """The engine with the workers from before `exchange`, which closes with this one."""
-        self.discarded = 0
-        """Frames that were stepped but not delivered."""
+        self.discards: Counter[str] = Counter()
+        """Frames that were stepped but not delivered, by the reason."""
         super().__init__(make_backend, factories, start_timeout=start_timeout)
 
     def plan(
@@ -138,7 +139,7 @@ class Engine(Session):
             finally:
                 self.awaited = False
             for report in rollouts.values():
-                self.discarded += report.discarded
+                self.discards["ahead"] += report.discarded
             return batch, rollouts
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
@@ -157,7 +158,7 @@ class Engine(Session):
         with self._alone(timeout):
             tickets = self._carry_out(commands, timeout)
             since = {w: sys.maxsize if t.lost else t.arrived for w, t in tickets.items()}
-            self.discarded += self.gather.discard(since, budget)
+            self.discards["reset"] += self.gather.discard(since, budget)
             return self._values(tickets)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -65,10 +65,9 @@ class Gather(abc.ABC):
     def idle(self) -> bool:
         """Whether no rollout is under way."""
 
-    @property
     @abc.abstractmethod
-    def queued(self) -> int:
-        """Rollouts that have arrived and wait to be delivered; safe in any thread."""
+    def waiting(self) -> list[m.Report]:
+        """Return the reports of rollouts that wait to be delivered; safe in any thread."""
 
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
@@ -101,6 +100,11 @@ class _Round:
     def finished(self) -> int:
         """The number of workers that have replied."""
         return sum(ticket.reply is not None for ticket in self.tickets)
+
+
+def _reports(tickets: Iterable[Ticket]) -> list[m.Report]:
+    """Return the reports of rollouts that have arrived."""
+    return [ticket.reply.report for ticket in tickets if isinstance(ticket.reply, m.Rolled)]
 
 
 class SyncGather(Gather):
@@ -154,7 +158,7 @@ class SyncGather(Gather):
             self._begun = None
             raise
         self._begun = None
-        reports = [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
+        reports = _reports(begun.tickets)
         rollouts: Rollouts = dict(enumerate(reports))
         if len(reports) < len(begun.tickets):
             rollouts, reports = self._with_blanks(begun)
@@ -299,10 +303,9 @@ class SyncGather(Gather):
     def idle(self) -> bool:
         return self._begun is None
 
-    @property
-    def queued(self) -> int:
+    def waiting(self) -> list[m.Report]:
         begun = self._begun
-        return 0 if begun is None else begun.finished
+        return [] if begun is None else _reports(begun.tickets)
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Request dropped rollouts again, each of its worker; the others stay.
@@ -322,8 +325,7 @@ class SyncGather(Gather):
         for ticket in stale:
             self._request(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
-        replies = (ticket.reply for ticket in stale)
-        return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
+        return sum(report.frames for report in _reports(stale))
 
 
 _Requested: TypeAlias = tuple[Ticket, Slots, int]
@@ -389,9 +391,8 @@ class AsyncGather(Gather):
     def idle(self) -> bool:
         return not any(self._queues)
 
-    @property
-    def queued(self) -> int:
-        return sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
+    def waiting(self) -> list[m.Report]:
+        return _reports(ticket for queue in self._queues for ticket, *_ in queue.copy())
 
     def _feed_all(self, budget: Budget, one: bool = False) -> None:
         """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
