@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -17,6 +18,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.interruptor import Interruptor
@@ -24,6 +26,7 @@ from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import Replacements, ReplacingBackend
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
+from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
 
 
@@ -46,6 +49,11 @@ class Collection:
         self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
         self._several = not plan.in_process
         self.timeout: float | None = plan.arguments["timeout"]
+        watched = self.timeout is not None and plan.in_process and not plan.central
+        self._late: AbstractContextManager[None] = (
+            StackWatch(self.timeout or 0.0) if watched else nullcontext()
+        )
+        """Warns of a rollout in this thread that is late."""
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
@@ -63,20 +71,7 @@ class Collection:
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
-        stopped: Callable[[], bool] = bool
-        if isinstance(plan.interruptor, Interruptor):
-            plan.interruptor.attach(engine.backend.stop_byte)
-            stopped = plan.interruptor.collection_stopped
-        engine.tolerant = plan.arguments["on_failure"] != "raise"
-        engine.needs_all = plan.relaunches is not None and plan.sync
-        self.budget = engine.plan(
-            plan.limits,
-            plan.frames,
-            plan.batches,
-            enough=plan.enough,
-            stopped=stopped,
-            blanks=plan.blanks,
-        )
+        self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
@@ -91,7 +86,7 @@ class Collection:
 
     def serve(self, plan: WorkerPlan) -> None:
         """Continue with the workers that were started by ``plan``, which the engine has now."""
-        self.plan = plan
+        self.plan, self._late = plan, nullcontext()
         self.pipeline.forget()
         self._unfinished += self.pipeline.discarded
         self.pipeline = plan.pipeline
@@ -124,7 +119,8 @@ class Collection:
         if weights.schedule is not None:
             weights.before_batch()
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
-        batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        with self._late:
+            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
         cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
@@ -331,3 +327,21 @@ class Collection:
             "pid": engine.processes[worker][0],
             **self.watching.measures.stats(worker),
         }
+
+
+def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
+    """Reserve memory for the batches that ``plan`` asks for; return their budget."""
+    stopped: Callable[[], bool] = bool
+    if isinstance(plan.interruptor, Interruptor):
+        plan.interruptor.attach(engine.backend.stop_byte)
+        stopped = plan.interruptor.collection_stopped
+    engine.tolerant = plan.arguments["on_failure"] != "raise"
+    engine.needs_all = plan.relaunches is not None and plan.sync
+    return engine.plan(
+        plan.limits,
+        plan.frames,
+        plan.batches,
+        enough=plan.enough,
+        stopped=stopped,
+        blanks=plan.blanks,
+    )
