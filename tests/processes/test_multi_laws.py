@@ -483,7 +483,32 @@ def test_what_reset_and_set_seed_discard_is_counted(kind, how):
 
 
 LEDGER = ("frames", "frames_under_way", "frames_discarded_reset", "frames_discarded_loss")
-LEDGER += ("frames_discarded_stop", "frames_discarded_ahead")
+LEDGER += ("frames_discarded_stop", "frames_discarded_ahead", "frames_discarded_lag")
+
+
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2}])
+def test_batches_of_older_weights_than_allowed_are_discarded_and_counted(options):
+    policy = rig.encoded(4)
+    seen = []
+    with open_two(
+        "async", policy, total_frames=400, track_policy_version=True, max_lag=1, **options
+    ) as collector:
+        for number, batch in enumerate(collector, 1):
+            seen.append(number - 1 - int(batch["policy_version"].min()))
+            policy.module.set(float(number))
+            collector.update_policy_weights_()
+            for row in batch.reshape(-1, batch.shape[-1]):
+                steps = row["next", "observation"][:, 1]
+                inside = row["collector", "traj_ids"].diff() == 0
+                assert (steps.diff()[inside & (steps[1:] > 0)] == 1).all()
+        stats = collector.stats()
+        if not options:
+            assert max(seen) == stats["lag_max"] <= 1
+            assert stats["lag_mean"] <= 1
+        assert stats["frames"] == 400
+        assert stats["frames_discarded_lag"] > 0
+        assert stats["frames_stepped"] == sum(stats[key] for key in LEDGER)
+        assert sum(collector.get_distant_attr("env.steps")) == stats["frames_stepped"]
 
 
 @settings(

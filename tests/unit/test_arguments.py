@@ -112,6 +112,7 @@ init_fn: Callable[[], Any] | None = None | MDSPR
 start_timeout: float = 120.0 | MDSPR
 on_failure: str = 'raise' | MDSPR
 max_relaunches: int | tuple[int, float] = 3 | MDSPR
+max_lag: int | None = None | MDSPR
 num_workers: int | None = None | M
 update_at_each_batch: bool = False | M
 preemptive_threshold: float | None = None | M

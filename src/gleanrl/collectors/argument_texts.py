@@ -174,6 +174,9 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "max_relaunches": "Replacements of each worker, failed ones included: a number, or "
         "``(number, seconds)`` for so many within that time. After that, a batch of all workers "
         "raises the last error, and otherwise collection continues without the worker.",
+        "max_lag": "Policy versions that a batch's weights may be behind the learner's. An older "
+        "batch is discarded and counted; its unfinished trajectories are continued by no later "
+        "frames. By default every batch is delivered.",
     },
     "Nodes and actors": {
         "launcher": '``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs. '

@@ -137,6 +137,7 @@ class _WithWorkers(TypedDict, total=False):
     start_timeout: Annotated[float, 120.0]
     on_failure: Annotated[str, "raise"]
     max_relaunches: Annotated[int | tuple[int, float], 3]
+    max_lag: Annotated[int | None, None]
 
 
 class _Remote(TypedDict, total=False):

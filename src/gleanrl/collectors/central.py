@@ -27,6 +27,7 @@ _WHY_NOT: Mapping[str, str] = {
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
     "on_failure": "lost workers are not replaced there yet",
+    "max_lag": "the policy acts with the newest weights",
     "on_env_error": "environments are not built anew there yet",
 }
 """Arguments that make no sense with central inference, and the reason."""

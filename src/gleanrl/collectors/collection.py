@@ -29,6 +29,9 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
 
+_MOST_OLD = 100
+"""Batches that are discarded one after another before a warning says so."""
+
 
 class Collection:
     """Collects batches with the workers of an engine.
@@ -57,6 +60,8 @@ class Collection:
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
+        self._old_in_a_row = 0
+        """Batches discarded since the last one that was not, because of `max_lag`."""
         self._unfinished = 0
         """Frames in batches that earlier pipelines dropped."""
         self.env_restarts = 0
@@ -119,8 +124,9 @@ class Collection:
         if weights.schedule is not None:
             weights.before_batch()
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
-        with self._late:
-            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        batch, reports = self._collected(feed)
+        while feed and self._is_old(batch, reports):
+            batch, reports = self._collected(feed)
         cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
@@ -137,6 +143,31 @@ class Collection:
         if weights.schedule is not None:
             weights.after_batch(reports)
         return batch
+
+    def _collected(self, feed: bool) -> tuple[TensorDictBase | None, Rollouts]:
+        with self._late:
+            return self.engine.collect(self.budget, self.timeout, feed)
+
+    def _is_old(self, batch: TensorDictBase | None, reports: Rollouts) -> bool:
+        """Tell whether a batch was made with weights that are too old, and is discarded."""
+        most = self.plan.max_lag
+        if most is None:
+            return False
+        lag = self.weights.number - min(report.policy_version for report in reports.values())
+        if lag <= most:
+            self._old_in_a_row = 0
+            return False
+        frames = sum(report.frames for report in reports.values())
+        self.budget.delivered -= frames
+        self.engine.discards["lag"] += frames
+        self.pipeline.forget(batch)
+        self._old_in_a_row += 1
+        if self._old_in_a_row == _MOST_OLD:
+            warn(
+                f"{_MOST_OLD} batches in a row were discarded: their weights were more than "
+                f"max_lag={most} versions old; update less often, or make batches smaller"
+            )
+        return True
 
     def _env_failed(self, worker: int, failure: str) -> None:
         """Count an environment that was built anew, and warn of it."""
@@ -244,7 +275,7 @@ class Collection:
         episodes; they are NaN before the first has ended. ``time_env``, ``time_policy``,
         ``time_transfer`` and ``time_wait`` are shares of the workers' time, and ``time_reset`` is
         the part of ``time_env`` that resets take. ``lag`` is the age of the newest batch's weights,
-        in versions.
+        in versions; ``lag_mean`` and ``lag_max`` are about the last 100 batches.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
@@ -306,6 +337,7 @@ class Collection:
         discards = {
             "reset": engine.discards["reset"],
             "loss": engine.gather.dropped,
+            "lag": engine.discards["lag"],
             "ahead": engine.discards["ahead"],
             "stop": engine.discards["stop"] + stopped,
         }
