@@ -20,7 +20,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gleanrl import Collector, ConfigError, MultiAsyncCollector, PolicyError, WorkerDied
+from gleanrl import (
+    Collector,
+    CollectorTimeout,
+    ConfigError,
+    MultiAsyncCollector,
+    PolicyError,
+    WorkerDied,
+)
 from gleanrl.collectors import AsyncBatchedCollector, Interruptor
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import EnvBase
@@ -325,6 +332,42 @@ def test_a_fault_of_an_environment_is_named(apart, do, error, message):
                 total_frames=400,
             )
         )
+
+
+def stays(observation):
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "error"),
+    [(rig.kill, {}, WorkerDied), (rig.hang, {"timeout": 0.5}, CollectorTimeout)],
+)
+def test_a_lost_worker_is_noticed_while_others_go_on(fault, options, error):
+    collector = MultiAsyncCollector(
+        [rig.counting(), rig.counting(fault=fault, at=99)],
+        stays,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        **options,
+    )
+    with pytest.raises(error):
+        list(itertools.islice(collector, 5000))
+
+
+def test_the_time_of_a_step_does_not_count_those_of_other_groups():
+    with MultiAsyncCollector(
+        [[rig.counting(pause=0.1)] * 16],
+        stays,
+        inference="central",
+        policy_process=False,
+        env_groups=16,
+        frames_per_batch=1,
+        total_frames=16,
+        timeout=1.0,
+    ) as collector:
+        assert sum(batch.numel() for batch in collector) == 16
 
 
 @pytest.mark.parametrize("apart", [None, False])

@@ -40,7 +40,7 @@ from gleanrl.transport.process import ProcessBackend
 CONTROL_S = 60.0
 """Seconds that a command other than a step may take."""
 _LOOK_MS = 50
-"""Milliseconds of silence after which the workers are looked at."""
+"""Milliseconds after which the workers are looked at again."""
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -102,6 +102,9 @@ class EnvWorkers:
         self.pulses.opened()
         self._owner = os.getpid()
         self._serving: list[Ticket] = []
+        self._answered_at = [0.0] * self.count
+        """The moment of each worker's last answer."""
+        self._next_look = 0.0
         self._closing = weakref.finalize(
             self, _close, self.pulses, self.session, self._owner, 5.0, False
         )
@@ -143,18 +146,22 @@ class EnvWorkers:
         self._check_usable()
         most = _LOOK_MS if seconds is None else min(_LOOK_MS, 1e3 * max(0.0, seconds))
         came = interruptible(self.pulses.wait, most)
-        answers = self.pulses.take() if came else []
-        if not answers:  # in time; or all workers have ended
-            self._look()
+        answers, now = self.pulses.take() if came else [], monotonic()
         for worker, answer in answers:
+            self._answered_at[worker] = now
             self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
+        # Without answers, all workers may have ended; with answers, those that gave none.
+        if not answers or now >= self._next_look:
+            self._look(now)
 
-    def _look(self) -> None:
-        """Look at workers that are late."""
-        session, now = self.session, monotonic()
+    def _look(self, now: float) -> None:
+        """Look for workers that have ended or are late."""
+        self._next_look, session = now + 1e-3 * _LOOK_MS, self.session
         since: dict[int, float] = {}
         for group in self.groups:
-            since.update((worker, group.began) for worker in group.pending)
+            for worker in group.pending:  # which steps one group after the other
+                began = max(group.began, self._answered_at[worker])
+                since[worker] = min(began, since.get(worker, now))
         for worker in range(self.count):  # while a worker serves, pulses are its replies
             replied = since.get(worker, now)
             session.last_reply[worker] = max(session.last_reply[worker], replied)
