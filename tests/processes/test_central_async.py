@@ -370,6 +370,20 @@ def test_the_time_of_a_step_does_not_count_those_of_other_groups():
         assert sum(batch.numel() for batch in collector) == 16
 
 
+def test_a_limit_of_steps_does_not_make_fast_environments_wait():
+    with MultiAsyncCollector(
+        [rig.counting(), rig.counting(1, pause=0.2)],
+        stays,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        timeout=60.0,
+    ) as collector:
+        numbers = [batch["observation"][0, 0] for batch in itertools.islice(collector, 12)]
+    assert sum(numbers) < 3
+
+
 @pytest.mark.parametrize("apart", [None, False])
 def test_an_error_of_the_policy_is_raised(apart):
     with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy"):

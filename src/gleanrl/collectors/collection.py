@@ -45,7 +45,8 @@ class Collection:
         """
         self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
         self._several = not plan.in_process
-        self.timeout: float | None = plan.arguments["timeout"]
+        # With central inference it bounds a step of the environments, not a rollout.
+        self.timeout: float | None = None if plan.central else plan.arguments["timeout"]
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
