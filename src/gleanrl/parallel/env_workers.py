@@ -101,7 +101,8 @@ class EnvWorkers:
             raise
         self.pulses.opened()
         self._owner = os.getpid()
-        self._serving: list[Ticket] = []
+        self._serving: dict[int, Ticket] = {}
+        """By worker that waits for orders: the command to do so, which is answered at its end."""
         self._answered_at = [0.0] * self.count
         """The moment of each worker's last answer."""
         self._next_look = 0.0
@@ -125,12 +126,13 @@ class EnvWorkers:
 
     # -- pulses ----------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Have all workers wait for orders, if they do not already."""
+    def serve(self, workers: Iterable[int]) -> None:
+        """Have ``workers`` wait for orders, if they do not already."""
         self._check_usable()
-        if not self._serving:
-            workers = range(self.count)
-            self._serving = [self.session.send(index, m.Call("serve")) for index in workers]
+        if len(self._serving) < self.count:
+            for worker in workers:
+                if worker not in self._serving:
+                    self._serving[worker] = self.session.send(worker, m.Call("serve"))
 
     def number(self, group: WorkerGroup, worker: int) -> int:
         """Return the number of ``group`` in ``worker``."""
@@ -180,16 +182,19 @@ class EnvWorkers:
             self.close(1.0)
             raise
 
-    def pause(self) -> Session:
-        """Have all workers wait for commands, after what is under way; return their session.
+    def pause(self, workers: Collection[int]) -> Session:
+        """Have ``workers`` wait for commands, after what is under way; return the session.
+
+        The steps of all others continue.
 
         Raises:
             ClosedError: after `close`, or in a forked child.
         """
         self._check_usable()
         for group in self.groups:
-            group.wait()
-        tickets, self._serving = self._serving, []
+            if not group.pending.isdisjoint(workers):
+                group.wait()
+        tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
         for ticket in tickets:
             self.pulses.send(ticket.worker, LEAVE)
         deadline = Deadline(CONTROL_S)
@@ -340,7 +345,7 @@ class WorkerGroup:
             worker = self.members[index]
             path = f"groups[{self.workers.number(self, worker)}].{method}"
             commands[worker] = m.Call(path, own, kwargs)
-        return list(self.workers.pause().request_each(commands, seconds).values())
+        return list(self.workers.pause(commands).request_each(commands, seconds).values())
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -351,7 +356,7 @@ class WorkerGroup:
             ClosedError: after `close`, or in a forked child.
         """
         workers = self.workers
-        workers.serve()
+        workers.serve(self.members)
         self._orders[:] = window, t, resets
         self.pending.update(self.members)
         self.began, send = monotonic(), workers.pulses.send
