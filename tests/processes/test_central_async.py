@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from functools import partial
 
@@ -368,6 +369,23 @@ def test_the_time_of_a_step_does_not_count_those_of_other_groups():
         timeout=1.0,
     ) as collector:
         assert sum(batch.numel() for batch in collector) == 16
+
+
+@pytest.mark.parametrize("apart", [None, False])
+def test_neither_new_weights_nor_new_windows_wait_for_a_slow_environment(apart):
+    collector = MultiAsyncCollector(
+        [rig.counting(fault=partial(time.sleep, 3.0), at=3), rig.counting(1)],
+        greedy(2, 2),
+        inference="central",
+        policy_process=apart,
+        observation_dtype=torch.float32,
+        frames_per_batch=4,
+        total_frames=-1,
+    )
+    for batch in itertools.islice(collector, 20):
+        assert bool((batch["observation"][:, 0] == 1).all())
+        collector.update_policy_weights_()
+    collector.shutdown(0.1, raise_on_error=False)
 
 
 def test_a_limit_of_steps_does_not_make_fast_environments_wait():

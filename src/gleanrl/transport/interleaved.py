@@ -114,9 +114,10 @@ class JointBackend(InlineBackend):
     def _blocked(self, worker: int, ticket: int, command: m.Command) -> bool:
         """Tell whether a command waits for the end of the worker's rollout.
 
-        Weights change between two calls of the policy.
+        Weights change between two calls of the policy. `Get` is a part of every update of weights,
+        which must not wait for an environment that is slow.
         """
-        return worker in self._running and not isinstance(command, m.Load | m.Close)
+        return worker in self._running and not isinstance(command, m.Load | m.Get | m.Close)
 
     def _begin(self) -> None:
         """Begin rollouts that are requested of workers that have none under way."""
