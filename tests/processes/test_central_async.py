@@ -197,6 +197,36 @@ def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apar
             collector.update_policy_weights_(policy)
 
 
+class Loaded(Value):
+    """Counts how often it was loaded."""
+
+    loads = 0
+
+    def get_extra_state(self):
+        return torch.zeros(1)
+
+    def set_extra_state(self, state):
+        self.loads += 1
+
+
+def test_weights_are_loaded_once_for_all_environments():
+    make = partial(TensorDictModule, in_keys=["observation"], out_keys=["action"])
+    with MultiAsyncCollector(
+        ["Pendulum-v1"] * 3,
+        policy_factory=lambda: make(Loaded()),
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        track_policy_version=True,
+    ) as collector:
+        next(iter(collector))
+        collector.update_policy_weights_(make(Loaded()))
+        assert collector.policy.module.loads == 1
+        batches = itertools.islice(collector, 9)
+        assert all(batch["policy_version"][-1] == 1 for batch in list(batches)[-3:])
+
+
 @pytest.mark.parametrize("apart", [None, False])
 def test_seeds_resets_and_states_between_batches_leave_streams_whole(apart):
     act = recurrent(4, 2)
