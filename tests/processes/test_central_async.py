@@ -432,7 +432,7 @@ def test_a_limit_of_steps_does_not_make_fast_environments_wait():
 
 @pytest.mark.parametrize("apart", [None, False])
 def test_an_error_of_the_policy_is_raised(apart):
-    with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy"):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy") as caught:
         list(
             MultiAsyncCollector(
                 [Third] * 2,
@@ -441,8 +441,12 @@ def test_an_error_of_the_policy_is_raised(apart):
                 policy_process=apart,
                 frames_per_batch=4,
                 total_frames=400,
+                min_batch_size=2,
+                max_wait_s=60.0,
             )
         )
+    said = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
+    assert said.count("the policy raised this at step") == 1
 
 
 def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():

@@ -145,10 +145,10 @@ class DenseRollout(BaseSource):
             try:
                 with self.acting():
                     act(taken)
-                yield policy.requested
             except Exception as err:
                 _blame_policy(err, taken)
                 raise
+            yield policy.requested
             versions.note(taken, self.policy_version)  # weights may have changed before the act
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield None
