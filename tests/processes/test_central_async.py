@@ -287,16 +287,20 @@ def test_the_policy_waits_for_enough_environments():
         assert rows >= 3 * (calls - 2)  # the last rollouts end one by one
 
 
-def test_a_batch_joins_rollouts_of_the_first_environments():
-    with MultiAsyncCollector(
-        "CartPole-v1",
-        greedy(4, 2),
-        num_workers=3,
-        inference="central",
-        frames_per_batch=20,
-        transition_chunk_size=8,
-        total_frames=48,
-    ) as collector:
+@pytest.mark.parametrize("apart", [None, False])
+def test_a_batch_joins_rollouts_of_the_first_environments(apart):
+    with pytest.warns(UserWarning, match="batches hold 24 frames"):
+        collector = MultiAsyncCollector(
+            "CartPole-v1",
+            greedy(4, 2),
+            num_workers=3,
+            inference="central",
+            policy_process=apart,
+            frames_per_batch=20,
+            transition_chunk_size=8,
+            total_frames=48,
+        )
+    with collector:
         assert collector.fake_tensordict().shape == (24,)
         batches = list(collector)
     assert [batch.shape for batch in batches] == [(24,)] * 2
@@ -305,6 +309,22 @@ def test_a_batch_joins_rollouts_of_the_first_environments():
             inside = chunk[IDS][1:] == chunk[IDS][:-1]
             following = chunk["observation"][1:] == chunk["next", "observation"][:-1]
             assert bool(following.all(-1)[inside].all())
+
+
+def test_an_unprocessed_batch_is_as_long_as_others():
+    with MultiAsyncCollector(
+        "CartPole-v1",
+        greedy(4, 2),
+        num_workers=3,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=24,
+        transition_chunk_size=8,
+        total_frames=96,
+    ) as collector:
+        shapes = [next(iter(collector)).shape, collector.rollout().shape]
+        collector.reset()
+        assert shapes + [batch.shape for batch in collector] == [(24,)] * 4
 
 
 def test_random_frames_come_first_and_a_buffer_is_filled_in_the_background():
@@ -517,20 +537,42 @@ def test_torchrls_arguments_give_batches_of_several_environments(by_factory):
     assert 1 <= stats["avg_batch_size"] <= 4
 
 
-def test_whole_trajectories_are_delivered():
-    collector = AsyncBatchedCollector(
+def whole_trajectories(**options):
+    return AsyncBatchedCollector(
         [Counting] * 2,
-        policy_factory=partial(greedy, 4, 2),
         frames_per_batch=7,
         total_frames=30,
         yield_completed_trajectories=True,
         policy_version_key=None,
+        **options,
     )
-    batches = list(collector)
+
+
+def test_whole_trajectories_are_delivered_until_total_frames():
+    collector = whole_trajectories(policy_factory=partial(greedy, 4, 2))
+    batches = [next(iter(collector)), collector.next(), *collector]
+    assert list(collector) == []
+    assert collector.next() is None
     collector.shutdown()
     assert [len(batch) for batch in batches] == [10] * 3
     assert batches[0]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 2
     assert "policy_version" not in batches[0].keys()
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": greedy(4, 2)}, {"policy_factory": partial(greedy, 4, 2)}]
+)
+def test_whole_trajectories_go_into_a_buffer(options):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = whole_trajectories(replay_buffer=buffer, transition_chunk_size=10, **options)
+    if "policy" in options:
+        assert list(collector) != []
+    else:
+        collector.start()
+        rig.until(lambda: not collector.is_running() or len(buffer) >= 25)
+    collector.shutdown()
+    assert len(buffer) >= 25
+    assert buffer[:25]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 5
 
 
 @pytest.mark.parametrize(
@@ -543,6 +585,12 @@ def test_whole_trajectories_are_delivered():
         (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
         (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "taskset"),
         (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
+        (
+            ["CartPole-v1"],
+            {"policy": len, "transition_chunk_size": "a"},
+            ConfigError,
+            "whole number",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(envs, options, error, message):

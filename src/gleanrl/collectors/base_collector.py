@@ -248,13 +248,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         with self._engine.turn(None):
             self._background.check_not_running()
             try:
-                self.collection.announce()
-                batch = self.collection.gather()
+                return self.collection.unprocessed()
             except BaseException as err:
                 self._close_after(err)
                 raise
-            self.collection.pipeline.forget(batch)  # these frames are missing from trajectories
-            return batch
 
     def __len__(self) -> int:
         """Return the number of batches of a full iteration; stopped rollouts make more batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -11,7 +12,7 @@ from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int, read_device, seconds
+from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
@@ -183,8 +184,9 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
         plan.factories = [SourceBuilder(replace(options, drop_batch=True)) for options in own]
     if (steps := arguments["transition_chunk_size"]) is not None:
         plan.frames = [steps * each] * len(envs)
-        joined = plan.limits.frames_per_batch // (steps * each)
-        plan.batches, plan.pipeline.joined = replace(plan.batches, joined=joined), joined
+        frames = plan.limits.frames_per_batch
+        plan.batches = replace(plan.batches, joined=frames // (steps * each))
+        plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
 
 
@@ -221,6 +223,8 @@ def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
 def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Arguments:
     """Return ``arguments`` with ``frames_per_batch`` rounded up to whole rollouts, if joined.
 
+    A warning tells of that.
+
     Raises:
         ConfigError: the length of rollouts is no positive whole number.
     """
@@ -230,9 +234,14 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
     if arguments["compact_obs"]:
         raise ConfigError("compact_obs and transition_chunk_size exclude each other")
     check_int("transition_chunk_size", steps, least=1)
-    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    part = steps * (len(_members(arguments, functions)[0]) // arguments["env_groups"])
     frames = check_int("frames_per_batch", arguments["frames_per_batch"], least=1)
-    return {**arguments, "frames_per_batch": -(-frames // (steps * each)) * steps * each}
+    if (missing := -frames % part) and os.environ.get("RL_WARNINGS", "1") != "0":
+        warn(
+            f"frames_per_batch ({frames}) is not a multiple of the {part} frames of a rollout "
+            f"(transition_chunk_size): batches hold {frames + missing} frames"
+        )
+    return {**arguments, "frames_per_batch": frames + missing}
 
 
 def call_sizes(arguments: Arguments) -> CallSizes:

@@ -130,6 +130,15 @@ class Collection:
             weights.after_batch(reports)
         return batch
 
+    def unprocessed(self) -> TensorDictBase | None:
+        """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
+        self.announce()
+        parts = [self.gather() for _ in range(self.plan.batches.joined)]
+        found = [part for part in parts if part is not None]  # none of workers that store them
+        batch = put_together(found) if len(found) > 1 else parts[0]
+        self.pipeline.forget(batch)  # these frames are missing from trajectories
+        return batch
+
     def newest(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
         reports = self._reports.values()
@@ -146,7 +155,7 @@ class Collection:
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        batch, count = self.engine.batches.fake_batch(), self.pipeline.joined
+        batch, count = self.engine.batches.fake_batch(), self.plan.batches.joined
         return self.pipeline.finish(batch if count == 1 else put_together([batch] * count))
 
     def failed(self) -> None:
