@@ -91,8 +91,35 @@ def taken(collector):
         collector.shutdown()
 
 
-MAKES = ENVS | {"TensorDict methods": Counting}
-INPUTS = SIZES | {"TensorDict methods": (4, 2)}
+class Odd(gym.Env):
+    """Observes entries without elements, without dimensions, and of rare dtypes."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Dict(
+        empty=gym.spaces.Box(-1, 1, (0,), np.float32),
+        scalar=gym.spaces.Box(0, 9, (), np.float32),
+        small=gym.spaces.Box(0, 60000, (2,), np.uint16),
+        half=gym.spaces.Dict(inner=gym.spaces.Box(0, 9, (2, 2), np.float16)),
+        observation=gym.spaces.Box(0, 9, (4,), np.float32),
+    )
+
+    def shown(self):
+        values = gym.spaces.flatten_space(self.observation_space).shape[0]
+        whole = np.full(values, self.count, np.float32)
+        return gym.spaces.unflatten(self.observation_space, whole), {}
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return self.shown()
+
+    def step(self, action):
+        self.count += 1 + int(action)
+        shown, info = self.shown()
+        return shown, float(action), self.count >= 7, False, info
+
+
+MAKES = ENVS | {"TensorDict methods": Counting, "odd": Odd}
+INPUTS = SIZES | {"TensorDict methods": (4, 2), "odd": (4, 2)}
 
 
 @pytest.mark.parametrize("policy", ["greedy", "recurrent", "on TensorDicts"])

@@ -299,13 +299,18 @@ class WorkerGroup:
 
     def sees(self, window: Window) -> bool:
         """Tell whether all of ``window`` is in the memory."""
-        tensors, offset_of = map(window.tensor, window.keys()), self.workers.memory.offset_of
-        return all(offset_of(tensor.data_ptr()) is not None for tensor in tensors)
+        return all(self._offset(window.tensor(key)) is not None for key in window.keys())
+
+    def _offset(self, tensor: torch.Tensor) -> int | None:
+        """Return where ``tensor`` begins in the memory; ``None`` if it is elsewhere."""
+        if not tensor.numel():  # nothing is nowhere
+            return 0
+        return self.workers.memory.offset_of(tensor.data_ptr())
 
     def references(self, window: Window, keys: Collection[Key] | None = None) -> list[m.WindowRef]:
         """Return each worker's part of ``window``, a window in the memory: entries ``keys``."""
         found = [(key, window.tensor(key)) for key in keys or window.keys()]
-        starts = [self.workers.memory.offset_of(tensor.data_ptr()) for _, tensor in found]
+        starts = [self._offset(tensor) for _, tensor in found]
         references = []
         for index, part in enumerate(self.parts):
             blocks = []
