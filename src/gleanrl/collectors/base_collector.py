@@ -524,8 +524,9 @@ class BaseCollector(Controls, IterableDataset[Any]):
         finally:
             self._watching.close()
             self._threads()
-        self._background.join(1.0)  # it has nothing left to do
-        self._closing.detach()
+            self._background.join(1.0)  # it has nothing left to do
+            if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
+                self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
 
