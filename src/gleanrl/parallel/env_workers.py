@@ -38,7 +38,7 @@ from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.process import ProcessBackend
 
 CONTROL_S = 60.0
-"""Seconds that a command other than a step may take."""
+"""Seconds that a command other than a step may take, if a step may not take longer."""
 _LOOK_MS = 50
 """Milliseconds after which the workers are looked at again."""
 _MASK = (1 << GROUP_BITS) - 1
@@ -82,7 +82,8 @@ class EnvWorkers:
     def __init__(self, plan: EnvWorkersPlan) -> None:
         """Start the workers."""
         require_linux("workers in other processes")
-        self.timeout, self.count = plan.timeout, 1 + max(map(max, plan.groups))
+        self.timeout, self.start_timeout = plan.timeout, plan.start_timeout
+        self.count = 1 + max(map(max, plan.groups))
         stream, workers = _stream(), range(self.count)
         self.groups = [WorkerGroup(self, list(group)) for group in plan.groups]
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
@@ -340,9 +341,11 @@ class WorkerGroup:
         Args:
             method: Its name, or the path to something in it.
             arguments: Those of all members, or by index of each member that is asked.
-            seconds: The time that it may take.
+            seconds: The time that it may take, if a step may not take longer.
             kwargs: Further arguments of all.
         """
+        if seconds is not None:
+            seconds = max(seconds, self.workers.timeout or 0.0)
         if not isinstance(arguments, Mapping):
             arguments = dict.fromkeys(range(len(self.members)), arguments)
         commands: dict[int, m.Command] = {}

@@ -151,7 +151,7 @@ class ParallelEnv(RowEnv):
             raise
 
     def _join(self, group: WorkerGroup) -> None:
-        found: list[EnvGroupInfo] = group.ask("described")
+        found: list[EnvGroupInfo] = group.ask("described", (), self._plan.start_timeout)
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -186,7 +186,7 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            found = group.ask("open_rows", (self._plan.always_rows,))
+            found = group.ask("open_rows", (self._plan.always_rows,), self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
                 return None
             rows = WorkerRows(group, found[0], self._batch)

@@ -28,6 +28,7 @@ class WorkerRows(EnvRows):
     """
 
     face: EnvBase
+    _was_reset = False
 
     def __init__(self, group: WorkerGroup, info: RowsInfo, batch: Sequence[int]) -> None:
         """Step the environments of ``group`` as one batch of shape ``batch``.
@@ -129,7 +130,10 @@ class WorkerRows(EnvRows):
             own = None if envs is None else [env - part.start for env in part if env in envs]
             if own != []:
                 chosen[worker] = own, options
-        group.ask("restart_rollouts", chosen, group.workers.timeout)
+        # The first one belongs to the start.
+        limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
+        group.ask("restart_rollouts", chosen, limit)
+        self._was_reset = True
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:
