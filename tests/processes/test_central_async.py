@@ -33,7 +33,6 @@ from gleanrl.collectors import AsyncBatchedCollector, Interruptor
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import EnvBase
 from gleanrl.envs.specs import Binary, Composite, Unbounded
-from gleanrl.transport.process import zygote
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -413,7 +412,8 @@ def test_a_fault_of_an_environment_is_named(apart, do, error, message):
 
 @pytest.mark.parametrize("apart", [None, False])
 def test_a_first_reset_that_hangs_is_given_up_at_the_end_of_the_start_timeout(apart):
-    zygote()  # whose start takes longer
+    # Then the process that starts workers runs, whose own start takes longer.
+    MultiAsyncCollector([rig.counting()], frames_per_batch=4).shutdown()
     with rig.in_time(10.0), pytest.raises(CollectorTimeout, match="within 1.5 s"):
         MultiAsyncCollector(
             [rig.counting(), rig.counting(fault=rig.hang, where="reset")],

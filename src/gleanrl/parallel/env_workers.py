@@ -255,8 +255,6 @@ class WorkerGroup:
         # A cycle would keep processes until the garbage collector runs.
         self.workers: EnvWorkers = weakref.proxy(workers)
         self.members = members
-        self.opened = 0
-        """Windows that workers have been told of."""
         self.pending: set[int] = set()
         """Workers that owe an answer."""
         self.began = 0.0
