@@ -354,6 +354,26 @@ def test_an_unprocessed_batch_is_as_long_as_others():
         assert shapes + [batch.shape for batch in collector] == [(24,)] * 4
 
 
+@pytest.mark.parametrize("apart", [None, False])
+@pytest.mark.parametrize("kind", ["hook", "buffer"])
+def test_hooks_and_buffers_get_as_many_frames_as_the_user(apart, kind):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    options = {"replay_buffer": buffer} if kind == "buffer" else {"post_collect_hook": id}
+    with MultiAsyncCollector(
+        ["CartPole-v1"] * 3,
+        greedy(4, 2),
+        inference="central",
+        policy_process=apart,
+        frames_per_batch=5,
+        total_frames=20,
+        **options,
+    ) as collector:
+        batches = list(collector)
+        assert collector.stats()["frames"] == 20
+    assert len(batches) == 4
+    assert len(buffer) in (0, 20)
+
+
 def test_random_frames_come_first_and_a_buffer_is_filled_in_the_background():
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
     collector = MultiAsyncCollector(

@@ -113,13 +113,16 @@ def policy_process_plan(
     inside = {name: arguments[name] for name in _INSIDE}
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
-    return WorkerPlan(
+    plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
         sync=False,
         collector_class=partial(kind, policy_process=False, **inside),
         serve=serve,
     )
+    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    plan.batches = replace(plan.batches, rollout_envs=each)
+    return plan
 
 
 def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> WorkerPlan:
