@@ -236,6 +236,23 @@ class Loaded(Value):
         self.loads += 1
 
 
+class Unclosable(rig.Count):
+    def close(self):
+        rig.hang()
+
+
+def test_a_shutdown_takes_no_longer_than_allowed():
+    collector = MultiAsyncCollector(
+        [Unclosable],
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=4,
+    )
+    with rig.in_time(3.0):
+        collector.shutdown(timeout=0.5, raise_on_error=False)
+
+
 def test_weights_are_loaded_once_for_all_environments():
     make = partial(TensorDictModule, in_keys=["observation"], out_keys=["action"])
     with MultiAsyncCollector(

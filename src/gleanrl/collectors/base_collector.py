@@ -519,6 +519,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self.collection.ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
+        plan.close_within(deadline.left)
         try:
             self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:

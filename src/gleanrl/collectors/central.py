@@ -13,6 +13,7 @@ from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
+from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
@@ -155,6 +156,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
             [env for worker in part for env in members[worker][first : first + each]],
             create_env_kwargs=[kwargs[worker] for worker in part for _ in range(each)],
             num_envs=each * len(part),
+            shutdown_timeout=CLOSE_TIMEOUT_S,
             sharing=sharing,
             first_worker=part.start,
         )

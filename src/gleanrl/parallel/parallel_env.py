@@ -91,7 +91,7 @@ class ParallelEnv(RowEnv):
             ConfigError: arguments that are wrong or do not fit together.
         """
         check_ignored(ParallelEnv, torchrl)
-        self._close_s = seconds("shutdown_timeout", shutdown_timeout)
+        self.shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = check_int("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
         if number < self.num_workers:
@@ -200,7 +200,7 @@ class ParallelEnv(RowEnv):
 
     def _close(self) -> None:
         if self._plan.started is not None:
-            self._plan.started.close(self._close_s, raise_on_error=True)
+            self._plan.started.close(self.shutdown_timeout, raise_on_error=True)
 
     @contextmanager
     def _settled(self) -> Iterator[WorkerGroup]:
