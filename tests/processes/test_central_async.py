@@ -592,6 +592,25 @@ def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
         )
 
 
+def test_a_policy_that_changes_its_outputs_is_told_what_to_do():
+    dtypes = itertools.chain([torch.int64] * 3, itertools.repeat(torch.int32))
+
+    def changes(observation):
+        return torch.zeros(observation.shape[:-1], dtype=next(dtypes))
+
+    with pytest.raises(PolicyError, match="torch.int32.*inference='workers'"):
+        list(
+            MultiAsyncCollector(
+                ["CartPole-v1"],
+                changes,
+                frames_per_batch=4,
+                total_frames=8,
+                inference="central",
+                policy_process=False,
+            )
+        )
+
+
 # -- TorchRL's name and arguments ------------------------------------------------------------------
 
 
