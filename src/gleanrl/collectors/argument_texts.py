@@ -163,7 +163,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "time in a queue included). All workers have the same time again to build environments.",
         "timeout": "Seconds that one rollout of a worker may take; a worker that takes longer is "
         "killed. By default the collector waits as long as the worker shows signs of life, with a "
-        "warning every minute. A rollout in this thread cannot be ended: a warning has the stack.",
+        "warning every minute. A rollout in this thread cannot be ended: a warning has the stack. "
+        'With ``inference="central"`` it bounds one step of the environments.',
         "on_failure": 'The reaction to a lost worker. ``"raise"`` raises `WorkerDied`. '
         '``"continue"`` warns, and the other workers collect the missing frames; a batch of all '
         "workers has a mask, which is False in the lost worker's part. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -11,7 +12,8 @@ from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int, read_device, seconds
+from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
+from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
@@ -115,13 +117,16 @@ def policy_process_plan(
     inside = {name: arguments[name] for name in _INSIDE}
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
-    return WorkerPlan(
+    plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
         sync=False,
         collector_class=partial(kind, policy_process=False, **inside),
         serve=serve,
     )
+    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    plan.batches = replace(plan.batches, rollout_envs=each)
+    return plan
 
 
 def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> WorkerPlan:
@@ -154,6 +159,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
             [env for worker in part for env in members[worker][first : first + each]],
             create_env_kwargs=[kwargs[worker] for worker in part for _ in range(each)],
             num_envs=each * len(part),
+            shutdown_timeout=CLOSE_TIMEOUT_S,
             sharing=sharing,
             first_worker=part.start,
         )
@@ -186,8 +192,9 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
         plan.factories = [SourceBuilder(replace(options, drop_batch=True)) for options in own]
     if (steps := arguments["transition_chunk_size"]) is not None:
         plan.frames = [steps * each] * len(envs)
-        joined = plan.limits.frames_per_batch // (steps * each)
-        plan.batches, plan.pipeline.joined = replace(plan.batches, joined=joined), joined
+        frames = plan.limits.frames_per_batch
+        plan.batches = replace(plan.batches, joined=frames // (steps * each))
+        plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
 
 
@@ -224,6 +231,8 @@ def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
 def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Arguments:
     """Return ``arguments`` with ``frames_per_batch`` rounded up to whole rollouts, if joined.
 
+    A warning tells of that.
+
     Raises:
         ConfigError: the length of rollouts is no positive whole number.
     """
@@ -233,9 +242,14 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
     if arguments["compact_obs"]:
         raise ConfigError("compact_obs and transition_chunk_size exclude each other")
     check_int("transition_chunk_size", steps, least=1)
-    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    part = steps * (len(_members(arguments, functions)[0]) // arguments["env_groups"])
     frames = check_int("frames_per_batch", arguments["frames_per_batch"], least=1)
-    return {**arguments, "frames_per_batch": -(-frames // (steps * each)) * steps * each}
+    if (missing := -frames % part) and os.environ.get("RL_WARNINGS", "1") != "0":
+        warn(
+            f"frames_per_batch ({frames}) is not a multiple of the {part} frames of a rollout "
+            f"(transition_chunk_size): batches hold {frames + missing} frames"
+        )
+    return {**arguments, "frames_per_batch": frames + missing}
 
 
 def call_sizes(arguments: Arguments) -> CallSizes:

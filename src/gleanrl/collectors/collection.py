@@ -51,8 +51,9 @@ class Collection:
         """
         self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
         self._several = not plan.in_process
-        self.timeout: float | None = plan.arguments["timeout"]
-        watched = self.timeout is not None and plan.in_process and not plan.central
+        # With central inference it bounds a step of the environments, not a rollout.
+        self.timeout: float | None = None if plan.central else plan.arguments["timeout"]
+        watched = self.timeout is not None and plan.in_process
         self._late: AbstractContextManager[None] = (
             StackWatch(self.timeout or 0.0) if watched else nullcontext()
         )
@@ -175,6 +176,15 @@ class Collection:
         where = f"in worker {worker}, " if self._several else ""
         warn(f"{where}{failure}")
 
+    def unprocessed(self) -> TensorDictBase | None:
+        """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
+        self.announce()
+        parts = [self.gather() for _ in range(self.plan.batches.joined)]
+        found = [part for part in parts if part is not None]  # none of workers that store them
+        batch = put_together(found) if len(found) > 1 else parts[0]
+        self.pipeline.forget(batch)  # these frames are missing from trajectories
+        return batch
+
     def newest(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
         reports = self._reports.values()
@@ -191,7 +201,7 @@ class Collection:
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        batch, count = self.engine.batches.fake_batch(), self.pipeline.joined
+        batch, count = self.engine.batches.fake_batch(), self.plan.batches.joined
         return self.pipeline.finish(batch if count == 1 else put_together([batch] * count))
 
     def failed(self) -> None:

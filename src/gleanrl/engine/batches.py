@@ -41,6 +41,8 @@ class BatchOptions:
     """A batch is the rollout of one worker, the first to finish."""
     joined: int = 1
     """So many batches are put one after another in time before anything else is done."""
+    rollout_envs: int | None = None
+    """Environments of a rollout without a layout, if these are not all of a worker."""
 
 
 class BatchPlan:

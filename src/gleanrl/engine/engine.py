@@ -68,7 +68,7 @@ class Engine(Session):
         """
         layouts = self.layouts
         rows = [
-            envs if layout is None else layout.num_envs
+            (options.rollout_envs or envs) if layout is None else layout.num_envs
             for layout, envs in zip(layouts, self.envs, strict=True)
         ]
         self.steps = tuple(

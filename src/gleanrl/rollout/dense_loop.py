@@ -145,14 +145,14 @@ class DenseRollout(BaseSource):
         act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
         taken, versions = 0, _Versions(self.policy_version)
         while taken < steps and not (taken and stop[0]):
-            versions.note(taken, self.policy_version)
             try:
                 with self.acting():
                     act(taken)
-                yield policy.requested
             except Exception as err:
                 _blame_policy(err, taken)
                 raise
+            yield policy.requested
+            versions.note(taken, self.policy_version)  # weights may have changed before the act
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield None
             ended = complete(taken)
