@@ -155,6 +155,10 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "batch puts the rollouts that arrive first one after another in time, as many as "
         "``frames_per_batch`` asks for. By default a batch is one rollout.",
         "num_sub_threads": "torch threads of each worker.",
+        "worker_affinity": "The processors that each worker process may use: a list with one "
+        'collection per worker, a callable that returns that of a worker, or ``"auto"`` for equal '
+        "shares of what this process may use, whole cores next to each other.",
+        "driver_affinity": "The processors of the process with the policy; see ``policy_process``.",
         "preemptive_threshold": "Share of the workers that finish their rollouts. The collector "
         "then stops the others, and a mask marks the steps that they did not reach. If the share "
         "is less than one worker, every worker makes one step. Synchronous collectors only.",

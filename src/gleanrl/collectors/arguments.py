@@ -51,6 +51,7 @@ from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
+Affinity = Sequence[Sequence[int]] | Callable[[int], Sequence[int]] | str | None
 REQUIRED = inspect.Parameter.empty
 
 
@@ -188,6 +189,8 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     """The arguments of `MultiCollector` and its subclasses."""
 
     num_workers: Annotated[int | None, None]
+    worker_affinity: Annotated[Affinity, None]
+    driver_affinity: Annotated[Sequence[int] | None, None]
     update_at_each_batch: Annotated[bool, False]
     preemptive_threshold: Annotated[float | None, None]
     interruptor: Annotated[Interruptor | None, None]

@@ -114,8 +114,8 @@ class AsyncBatchedCollector(MultiCollector):
             weight_sync_model_id: See ``weight_sync``.
             verbose: Ignored; see ``progress=`` and ``logger=`` of other collectors.
             create_env_kwargs: Arguments of the callables, or of each of them.
-            worker_affinity: Refused.
-            driver_affinity: Refused.
+            worker_affinity: The processors of each worker process; see `MultiAsyncCollector`.
+            driver_affinity: The processors of the process with the policy (``policy_factory``).
             server_config: TorchRL's ``InferenceServerConfig``, in place of the batch sizes.
             device_config: TorchRL's ``InferenceDeviceConfig``, in place of ``device``.
             policy_version: Must be 0, with which versions begin.
@@ -127,11 +127,6 @@ class AsyncBatchedCollector(MultiCollector):
             ConfigError: an argument is wrong or contradicts another.
         """
         _check(create_env_fn, policy, policy_factory, (backend, env_backend, policy_backend))
-        if worker_affinity is not None or driver_affinity is not None:
-            raise ConfigError(
-                "worker_affinity and driver_affinity are not available in this version; start the "
-                "script by taskset or numactl"
-            )
         if policy_version != 0 or policy_version_key not in ("policy_version", None):
             raise ConfigError(
                 f"policy_version ({policy_version}) must be 0, and policy_version_key "
@@ -170,6 +165,8 @@ class AsyncBatchedCollector(MultiCollector):
             frames_per_batch=frames,
             total_frames=-1 if counted else total_frames,
             transition_chunk_size=chunk,
+            worker_affinity=worker_affinity,
+            driver_affinity=driver_affinity,
             max_batch_size=max_batch_size,
             min_batch_size=1 if min_batch_size is None else min_batch_size,
             max_wait_s=0.01 if server_timeout is None else server_timeout,

@@ -11,6 +11,7 @@ from typing import Any
 from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
+from gleanrl.core.affinity import Processors, all_processors, read_affinity
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -44,6 +45,7 @@ _OF_ONE = (
 _CENTRAL = ("env_groups",)
 _ASYNC = (
     "policy_process",
+    "driver_affinity",
     "max_batch_size",
     "min_batch_size",
     "max_wait_s",
@@ -53,7 +55,7 @@ _ASYNC = (
 _INSIDE = (
     "inference",
     "env_groups",
-    *_ASYNC[1:],
+    *_ASYNC[2:],
     "create_env_kwargs",
     "num_sub_threads",
     "timeout",
@@ -100,7 +102,10 @@ def _excluded(arguments: Arguments) -> Iterator[tuple[str, str]]:
 
 
 def policy_process_plan(
-    arguments: Arguments, functions: Sequence[Any], kind: Callable[..., Any]
+    arguments: Arguments,
+    functions: Sequence[Any],
+    kind: Callable[..., Any],
+    affinity: Sequence[Processors] | None,
 ) -> WorkerPlan:
     """Return the plan of a collector whose one worker has a policy for other workers.
 
@@ -108,6 +113,7 @@ def policy_process_plan(
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         kind: The class of the collector in the process of the policy.
+        affinity: The processors of each worker.
 
     Raises:
         ConfigError: an argument that cannot be passed on to that process.
@@ -115,6 +121,8 @@ def policy_process_plan(
     if arguments["interruptor"] is not None:
         raise ConfigError("interruptor needs policy_process=False: it stays in this process")
     inside = {name: arguments[name] for name in _INSIDE}
+    # Workers would inherit the processors of the process with the policy.
+    inside["worker_affinity"] = affinity or all_processors(len(functions))
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
     plan = WorkerPlan(
@@ -129,13 +137,27 @@ def policy_process_plan(
     return plan
 
 
-def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> WorkerPlan:
+def driver_processors(arguments: Arguments) -> list[Processors] | None:
+    """Return the processors of the process with the policy, as a list of one."""
+    given = arguments["driver_affinity"]
+    if given is not None and arguments["policy_process"] is False:
+        raise ConfigError("driver_affinity needs a process of its own for the policy")
+    return None if given is None else read_affinity("driver_affinity", [given], 1)
+
+
+def central_plan(
+    arguments: Arguments,
+    functions: Sequence[Any],
+    sync: bool,
+    affinity: Sequence[Processors] | None,
+) -> WorkerPlan:
     """Return the plan of a collector in this process over environments in workers.
 
     Args:
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         sync: Whether all environments take the same steps.
+        affinity: The processors of each worker.
 
     Raises:
         ConfigError: the environments of a worker cannot be dealt out to the groups.
@@ -150,6 +172,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
         threads=check_int("num_sub_threads", arguments["num_sub_threads"], least=1),
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
+        affinity=affinity,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.
     parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.keys import Key
@@ -60,6 +61,8 @@ class EnvWorkersPlan:
     """Whether environments are stepped in rows even where that is not proven equal."""
     start_timeout: float = 120.0
     """Seconds in which each process must start; all have the same time again to build."""
+    affinity: Sequence[Processors] | None = None
+    """The processors that each worker may use; all by default."""
     groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
@@ -93,7 +96,7 @@ class EnvWorkers:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
-                lambda _: ProcessBackend(plan.threads, plan.start_timeout),
+                lambda _: ProcessBackend(plan.threads, plan.start_timeout, affinity=plan.affinity),
                 [self._builder(plan, worker, stream) for worker in workers],
                 start_timeout=plan.start_timeout,
             )
