@@ -681,7 +681,7 @@ def test_whole_trajectories_go_into_a_buffer(options):
         ("CartPole-v1", {"policy": len}, TypeError, "must be a list"),
         ([], {"policy": len}, ConfigError, "empty"),
         (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
-        (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "taskset"),
+        (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "of its own"),
         (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
         (
             ["CartPole-v1"],
