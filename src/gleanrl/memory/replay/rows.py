@@ -15,15 +15,13 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
+from gleanrl.memory.replay.places import Places, TakeRoom
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
+from gleanrl.memory.replay.stacks import FrameStore, Stack, chosen_stacks, words
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
-TakeRoom: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
-"""Reserves the memory of tensors before they are written."""
-_CHUNK = 1024
-"""Overflow places that are checked together."""
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
 _LINK = Field(("\0link",), (), torch.int64)
@@ -46,36 +44,49 @@ class RowLayout:
     groups: tuple[Group, ...] = ()
     """Nested parts with a batch size of their own."""
 
+    stacks: tuple[Stack, ...] = ()
+    """Those of the deduplicated entries that point to frames."""
+
     @property
     def stored(self) -> tuple[Field, ...]:
-        """The fields that have memory of their own; the link, if there is one, comes last."""
+        """The fields that every slot has; pointers to frames and the link come last."""
         if not self.dedup:
             return self.fields
-        linked = {next_key(key) for key in self.dedup}
-        return (*(field for field in self.fields if field.key not in linked), _LINK)
+        others = {next_key(key) for key in self.dedup} | {stack.field.key for stack in self.stacks}
+        plain = (field for field in self.fields if field.key not in others)
+        return (*plain, *(stack.pointers for stack in self.stacks), _LINK)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot of the ring."""
-        return sum(field.nbytes for field in self.stored) * (self.envs or 1)
+        """Bytes of one slot of the ring, with one frame of each stack."""
+        frames = sum(stack.nbytes for stack in self.stacks)
+        return (sum(field.nbytes for field in self.stored) + frames) * (self.envs or 1)
 
     @property
     def overflow_nbytes(self) -> int:
         """Bytes of one overflow place: the successors of a frame, and the number of its row."""
-        sizes = [field.nbytes for field in self.fields if field.key in self.dedup]
+        sizes = [field.nbytes for field in self.stored if field.key in self.dedup]
         return sum(sizes) + _LINK.nbytes if sizes else 0
 
     def shapes(self, slots: int) -> Shapes:
         """Return the tensors to allocate for ``slots`` slots.
 
-        Deduplicated fields have as many overflow places behind the ring's; their owners come last.
+        Deduplicated fields have as many overflow places behind the ring's; their owners follow,
+        then the frames of each stack (as many as there can be if no two are shared) and their
+        owners.
         """
         envs = () if self.envs is None else (self.envs,)
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((slots * (2 if f.key in self.dedup else 1), *envs, *f.shape), f.dtype)
             for f in self.stored
         ]
-        return [*shapes, ((slots * (self.envs or 1),), _LINK.dtype)] if self.dedup else shapes
+        frames = slots * (self.envs or 1)
+        if self.dedup:
+            shapes.append(((frames,), _LINK.dtype))
+        for stack in self.stacks:
+            most, (shape, dtype) = 2 * stack.size * frames, stack.frame
+            shapes += [((most, *shape), dtype), ((most,), _LINK.dtype)]
+        return shapes
 
     def to_json(self) -> bytes:
         """Describe the layout."""
@@ -89,6 +100,8 @@ class RowLayout:
             layout["once"] = [list(key) for key in self.dedup]
         if self.groups:
             layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
+        if self.stacks:
+            layout["stacks"] = [[list(stack.field.key), stack.size] for stack in self.stacks]
         return json.dumps(layout).encode()
 
     @classmethod
@@ -100,12 +113,18 @@ class RowLayout:
                 Group(tuple(key), tuple(int(size) for size in shape), tuple(names))
                 for key, shape, names in layout.get("groups", ())
             )
+            fields = tuple(checked_field("a layout", *entry) for entry in layout["fields"])
+            dedup = tuple(tuple(key) for key in layout.get("once", ()))
+            stacks: dict[NestedKey, int] = {
+                tuple(key): size for key, size in layout.get("stacks", ())
+            }
             return cls(
-                tuple(checked_field("a layout", *entry) for entry in layout["fields"]),
+                fields,
                 tuple(int(n) for n in layout["element"]),
                 layout["envs"],
-                tuple(tuple(key) for key in layout.get("once", ())),
+                dedup,
                 groups,
+                chosen_stacks({field.key: field for field in fields}, dedup, stacks),
             )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
@@ -208,9 +227,18 @@ class Rows:
         allocated = allocate(layout.shapes(slots))
         self.tensors = [tensor[:slots] for tensor in allocated[: len(stored)]]
         """In the order of the layout's stored fields."""
-        self.by_key = {f.key: tensor for f, tensor in zip(stored, self.tensors, strict=True)}
-        self.owners = allocated[-1]
+        stacked = {stack.field.key: place for place, stack in enumerate(layout.stacks)}
+        self.by_key = {
+            field.key: tensor
+            for field, tensor in zip(stored, self.tensors, strict=True)
+            if field.key not in stacked
+        }
+        """The entries that are stored as they are."""
+        extra = allocated[len(stored) :]
+        self.owners = extra[0] if extra else torch.empty(0)
         """Of deduplicated rows: number of the row that has an overflow place."""
+        self.stores = tuple(zip(extra[1::2], extra[2::2], strict=True))
+        """The frames of each stack, and the numbers of their owners."""
         self.kept = tuple(n for n, key in enumerate(self.keys) if key in self.by_key)
         """Which of the layout's fields are stored."""
         self.places = {
@@ -223,11 +251,16 @@ class Rows:
         }
         """The frames of stored fields; of deduplicated ones, the overflow places behind them."""
         self._linked = [key not in self.places for key in self.keys]
-        self._sources = [
-            self.places[key[1:] if linked else key]
-            for key, linked in zip(self.keys, self._linked, strict=True)
+        roots = [
+            key[1:] if linked else key for key, linked in zip(self.keys, self._linked, strict=True)
         ]
+        self._sources = [self.places[root] for root in roots]
         self._links = self.places[_LINK.key] if layout.dedup else None
+        self._stacked = [
+            (index, layout.stacks[stacked[root]], self.stores[stacked[root]][0])
+            for index, root in enumerate(roots)
+            if root in stacked
+        ]
         self._single = [
             (index, field.shape)
             for index, field in enumerate(layout.fields)
@@ -267,6 +300,8 @@ class Rows:
                 source.index_select(0, after if linked else index)
                 for source, linked in zip(self._sources, self._linked, strict=True)
             ]
+            for place, stack, frames in self._stacked:
+                values[place] = stack.join(frames, values[place])
         count = index.shape[0]
         for place, shape in self._single:
             values[place] = values[place].view(count, *shape)
@@ -287,34 +322,66 @@ class Rows:
         # Shapes and devices are known to agree: the checking constructor takes 15 us more.
         return build(tree, values, shape, None, self._groups, self.device)
 
-    def overflow(self, number: int) -> list[torch.Tensor]:
-        """Return the first ``number`` overflow places of each deduplicated field."""
-        shapes = {field.key: field.shape for field in self.layout.fields}
-        places = [self.places[key][self.frames :][:number] for key in self.layout.dedup]
-        return [
+    def beyond(self, ring: RingIndex | None = None) -> list[torch.Tensor]:
+        """Return the overflow places of each deduplicated field, then the frames of each stack.
+
+        Args:
+            ring: As many as the rows of this ring ever needed; without, all that there can be.
+        """
+        shapes = {field.key: field.shape for field in self.layout.stored}
+        tables = range(1 + len(self.stores))
+        used = [None if ring is None else int(ring.table(n)[0]) for n in tables]
+        parts = [self.places[key][self.frames :][: used[0]] for key in self.layout.dedup]
+        overflow = [
             part.view(len(part), *shapes[key])
-            for key, part in zip(self.layout.dedup, places, strict=True)
+            for key, part in zip(self.layout.dedup, parts, strict=True)
+        ]
+        return overflow + [
+            frames[: None if more is None else self.frames + more]
+            for (frames, _), more in zip(self.stores, used[1:], strict=True)
         ]
 
+    def nbytes(self, ring: RingIndex) -> int:
+        """Return the bytes in use, for rows and their bookkeeping."""
+        layout = self.layout
+        more = [stack.nbytes for stack in layout.stacks]
+        used = [size * int(ring.table(n)[0]) for n, size in enumerate(more, 1)]
+        return layout.nbytes * self.slots + ring.overflow * layout.overflow_nbytes + sum(used)
 
-def deduplicate(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> RowLayout:
+
+def deduplicate(
+    layout: RowLayout, compact: bool | Sequence[NestedKey], stacks: Mapping[NestedKey, int]
+) -> RowLayout:
     """Return ``layout`` with the entries whose successors are linked.
 
     Args:
         layout: The fields of a row.
         compact: ``False``, ``True`` for every entry that is larger than the link that replaces it,
             or root keys.
+        stacks: Of these, the entries whose frames are stored once, with the frames in a stack.
 
     Raises:
         ConfigError: there are no such entries, or without a successor of the same shape and dtype.
     """
     dedup = () if compact is False else _chosen(layout, compact)
-    if layout.dedup and layout.dedup != dedup:
+    chosen = chosen_stacks({field.key: field for field in layout.fields}, dedup, stacks)
+    if chosen and layout.element:
         raise ConfigError(
-            f"rows that keep {_shown(layout.dedup)} once do not fit into a storage with "
-            f"{_shown(dedup) or 'compact=False'}"
+            f"stacks needs rows that are frames, and a row is {layout.element} frames"
         )
-    return replace(layout, dedup=dedup)
+    made = replace(layout, dedup=dedup, stacks=chosen)
+    if layout.dedup and made != layout:
+        raise ConfigError(
+            f"rows that keep {_once(layout)} once do not fit into a storage with "
+            f"{_once(made) or 'compact=False'}"
+        )
+    return made
+
+
+def _once(layout: RowLayout) -> str:
+    stacks = {format_key(stack.field.key): stack.size for stack in layout.stacks}
+    shown = ", ".join(_shown(layout.dedup))
+    return f"{shown} (stacks={stacks})" if stacks else shown
 
 
 def _chosen(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> tuple[Key, ...]:
@@ -369,16 +436,24 @@ class SuccessorLinks:
     def __init__(self, rows: Rows, ring: RingIndex, take_room: TakeRoom) -> None:
         """Link ``rows`` of ``ring``; overflow places get ``take_room`` before their first use."""
         self._rows = rows
-        self._take_room = take_room
         self._ring = ring
         self._envs = rows.layout.envs or 1
         self._lead = 1 if rows.layout.envs is None else 2
-        self._owners: Words = rows.owners.numpy()
         self._links: Words = rows.tensors[-1].view(rows.frames).numpy()
         self._pairs = [
-            (rows.keys.index(key), rows.keys.index(next_key(key)), rows.places[key])
-            for key in rows.layout.dedup
+            (rows.keys.index(key), rows.keys.index(next_key(key)), key) for key in rows.layout.dedup
         ]
+        tables = [rows.places[key] for key in rows.layout.dedup]
+        contents = [places[rows.frames :] for places in tables]
+        self._overflow = Places(0, ring, rows.owners.numpy(), 0, 4, contents, take_room)
+        self._frames = {
+            stack.field.key: FrameStore(
+                table, stack, (rows.places[stack.field.key], *tensors), ring, self._links, take_room
+            )
+            for table, (stack, tensors) in enumerate(
+                zip(rows.layout.stacks, rows.stores, strict=True), 1
+            )
+        }
 
     def link(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
         """Store the successors of ``count`` rows from position ``first`` on.
@@ -390,7 +465,9 @@ class SuccessorLinks:
         links = (slot[:, None] * envs + np.arange(envs)).reshape(-1)
         unlinked = np.flatnonzero(self._unlinked(values, offset, count))
         row = unlinked // envs
-        overflow = rows.frames + self._claim(first + 1 + row)
+        claimed = self._overflow.claim(len(row))
+        self._overflow.owners[claimed] = first + 1 + row
+        overflow = rows.frames + claimed
         links[unlinked] = overflow
         for start, stop, ahead in self._ring.pieces(first, count):
             part = links[ahead * envs : (ahead + stop - start) * envs]
@@ -400,27 +477,33 @@ class SuccessorLinks:
         chosen: tuple[torch.Tensor, ...] = (torch.from_numpy(row + offset),)
         if self._lead == 2:
             chosen = (*chosen, torch.from_numpy(unlinked % envs))
-        for _, after, places in self._pairs:
+        for root, after, key in self._pairs:
             successors = values[after].detach()[chosen]
+            if key in self._frames:
+                roots = values[root][offset : offset + count]
+                self._frames[key].store(first, roots, unlinked, successors, overflow)
+                continue
+            places = rows.places[key]
             shape = (len(overflow), *places.shape[1:])
             places.index_copy_(0, where, successors.to(places.device).reshape(shape))
 
-    def grow(self, size: int) -> None:
-        """Have at least ``size`` overflow places, taken or not; inside `section`."""
-        first = self._ring.overflow
-        if size > first:
-            frames = self._rows.frames
-            self._take_room([places[frames + first : frames + size] for *_, places in self._pairs])
-            self._owners[first:size] = 0
-            self._ring.overflow = size
+    def grow(self, beyond: Sequence[torch.Tensor]) -> None:
+        """Have room for what `Rows.beyond` returned, of rows like these; inside `section`."""
+        overflow = [self._overflow] * len(self._pairs)
+        tables = [*overflow, *(frames.places for frames in self._frames.values())]
+        for table, contents in zip(tables, beyond, strict=True):
+            table.grow(len(contents))
 
     def rebuild(self) -> None:
         """Note which row has which overflow place, after rows were put back; inside `section`."""
         frames = self._rows.frames
         numbers = self._ring.sequence[: self._rows.slots].repeat(self._envs)
         having = np.flatnonzero((numbers > 0) & (self._links >= frames))
-        self._owners[: self._ring.overflow] = 0
-        self._owners[self._links[having] - frames] = numbers[having] // STEP
+        owners = self._overflow.owners
+        owners[: self._overflow.size] = 0
+        owners[self._links[having] - frames] = numbers[having] // STEP
+        for store in self._frames.values():
+            store.rebuild()
 
     def _unlinked(self, values: Sequence[torch.Tensor], offset: int, count: int) -> Any:
         """Tell which frames are not followed by the next row's, ``[count * envs]``."""
@@ -434,35 +517,6 @@ class SuccessorLinks:
             unlinked[:-1] |= other.reshape(count - 1, self._envs)
         return unlinked.reshape(-1)
 
-    def _claim(self, numbers: Words) -> Words:
-        """Return an overflow place for each row with these position numbers."""
-        ring, need = self._ring, len(numbers)
-        places = self._free(need)
-        if len(places) < need:
-            first, missing = ring.overflow, need - len(places)
-            self.grow(min(self._rows.frames, first + max(missing, first // 4)))
-            places = np.concatenate([places, np.arange(first, first + missing)])
-        self._owners[places] = numbers
-        if need:
-            ring.overflow_next = int(places[-1]) + 1
-        return places
-
-    def _free(self, need: int) -> Words:
-        """Look for free places from where the last ones were given out, oldest first."""
-        size, first = self._ring.overflow, self._ring.overflow_next
-        parts, have = [np.empty(0, np.int64)], 0
-        for begin, end in ((first, size), (0, min(first, size))):
-            for start in range(begin, end, max(_CHUNK, need)):
-                if have >= need:
-                    break
-                stop = min(end, start + max(_CHUNK, need))
-                owners = self._owners[start:stop]
-                numbers = self._ring.sequence[(owners - 1) % self._rows.slots]
-                taken = (owners > 0) & (np.abs(numbers) // STEP == owners)
-                parts.append(np.flatnonzero(~taken) + start)
-                have += len(parts[-1])
-        return np.concatenate(parts)[:need]
-
 
 def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) -> Any:
     """Return all fields of some slots of a storage's state, by key."""
@@ -472,11 +526,14 @@ def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) 
         link = data.popitem()[1]
         size = state["slots"] * (layout.envs or 1)
         near, keys = link < size, [field.key for field in layout.stored]
-        for key, overflow in zip(layout.dedup, stored[number:], strict=True):
+        for key, overflow in zip(layout.dedup, stored[number:], strict=False):
             frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
             after = frames.new_empty((*link.shape, *frames.shape[1:]))
             after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
             data[next_key(key)] = after
+        for stack, frames in zip(layout.stacks, stored[number + len(layout.dedup) :], strict=True):
+            for key in (stack.field.key, next_key(stack.field.key)):
+                data[key] = stack.join(frames, data[key])
     return data
 
 
@@ -485,11 +542,9 @@ def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:
     shape = one.shape[:lead]
     if not one.numel():
         return np.zeros(shape, bool)
-    flat = [value.detach().reshape(*shape, -1).contiguous() for value in (one, other)]
-    flat = [value.view(torch.uint8) for value in flat]
-    if flat[0].shape[-1] % 8 == 0 and not any(value.storage_offset() % 8 for value in flat):
-        flat = [value.view(torch.int64) for value in flat]
+    flat = [value.detach().reshape(*shape, -1) for value in (one, other)]
     if one.device.type == other.device.type == "cpu":
         # A quarter of torch's time.
-        return (flat[0].numpy() != flat[1].numpy()).any(-1)
-    return (flat[0] != flat[1].to(one.device)).any(-1).cpu().numpy()
+        return (words(flat[0]) != words(flat[1])).any(-1)
+    flat = [value.contiguous().view(torch.uint8).to(one.device) for value in flat]
+    return (flat[0] != flat[1]).any(-1).cpu().numpy()

@@ -228,6 +228,11 @@ class LazyTensorStorage(Storage):
             successors (ends of episodes, the last row of each `extend`) are kept apart.
             ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
             CPU only.
+        stacks: Entries that are stacks of frames, with the number of frames: ``{"pixels": 4}``.
+            Each frame is stored once where a stack continues the one of the row before. Samples are
+            the same. The first dimension of an entry is that of the frames (``[4, 84, 84]``, or
+            ``[12, 84, 84]`` for frames of 3 channels), or the last (``[84, 84, 4]``, sampled as a
+            view that is not contiguous). With ``compact``.
     """
 
     _OWN = ("ring", "_rows", "_successors", "_memory", "_words", "_lock")
@@ -238,11 +243,17 @@ class LazyTensorStorage(Storage):
         device: torch.device | str | None = None,
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
+        stacks: Mapping[NestedKey, int] | None = None,
     ) -> None:
         self.device = read_device("device", device) or torch.device("cpu")
         self.compact = [compact] if isinstance(compact, str) else compact
         if self.compact is not False and self.device.type != "cpu":
             raise ConfigError(f"compact=True is for storages on the CPU, not on {self.device}")
+        if not isinstance(stacks, Mapping | None):
+            raise ConfigError(f"stacks is {stacks!r:.80}: give a mapping such as {{'pixels': 4}}")
+        if stacks and self.compact is False:
+            raise ConfigError(f"stacks={dict(stacks)!r:.80} needs compact=True")
+        self.stacks = dict(stacks or {})
         super().__init__(max_size, ndim)
 
     def _open(self) -> None:
@@ -286,7 +297,7 @@ class LazyTensorStorage(Storage):
         rows = self.rows
         if rows is None:
             return 0
-        return rows.layout.nbytes * rows.slots + self.ring.overflow * rows.layout.overflow_nbytes
+        return rows.nbytes(self.ring)
 
     @property
     def envs(self) -> int:
@@ -299,7 +310,7 @@ class LazyTensorStorage(Storage):
         Raises:
             ConfigError: the storage holds other rows, or they do not fit into memory.
         """
-        layout = deduplicate(layout, self.compact)
+        layout = deduplicate(layout, self.compact, self.stacks)
         slots = self.max_size // (layout.envs or 1)
         if slots < 1:
             raise ConfigError(f"max_size ({self.max_size}) is less than {layout.envs} environments")
@@ -375,8 +386,7 @@ class LazyTensorStorage(Storage):
             state = self.ring.snapshot()
             top = len(state["stamps"])
             # Read after the sequence numbers: the overflow places of rows that they show lie below.
-            overflow = rows.overflow(self.ring.overflow)
-            tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
+            tensors = [*(tensor[:top] for tensor in rows.tensors), *rows.beyond(self.ring)]
             if copied:
                 tensors = [tensor.clone() for tensor in tensors]
                 self.drop_overwritten(state)
@@ -400,10 +410,9 @@ class LazyTensorStorage(Storage):
             return
         rows = self.initialise(RowLayout.from_json(state["layout"].encode()))
         with self.ring.section():
-            overflow = state["tensors"][len(rows.tensors) :]
             if self._successors is not None and self.ring.slots == state["slots"]:
                 # First of all: on a full disk, nothing changes.
-                self._successors.grow(max(map(len, overflow)))
+                self._successors.grow(state["tensors"][len(rows.tensors) :])
             super().load_state_dict(state)
 
     def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
@@ -413,7 +422,7 @@ class LazyTensorStorage(Storage):
     def _put_back(self, state: Mapping[str, Any]) -> None:
         rows, successors = self.rows, self._successors
         assert rows is not None
-        places = [*rows.tensors, *rows.overflow(rows.frames)]
+        places = [*rows.tensors, *rows.beyond()]
         for to, saved in zip(places, state["tensors"], strict=True):
             to[: len(saved)].copy_(saved)
         fence()
@@ -428,7 +437,8 @@ class LazyTensorStorage(Storage):
             self._memory.clear()
             self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
             rows = Rows(layout, slots, self._allocate)
-            self._take_room([*rows.tensors, rows.owners])
+            frames = [tensor[: rows.frames] for store in rows.stores for tensor in store]
+            self._take_room([*rows.tensors, rows.owners, *frames])
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
@@ -478,6 +488,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: Directory of the file; the system's for temporary files by default.
         ndim: As in `LazyTensorStorage`.
         compact: As in `LazyTensorStorage`.
+        stacks: As in `LazyTensorStorage`.
     """
 
     def __init__(
@@ -486,10 +497,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: str | os.PathLike[str] | None = None,
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
+        stacks: Mapping[NestedKey, int] | None = None,
     ) -> None:
         self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
         os.makedirs(self.scratch_dir, exist_ok=True)
-        super().__init__(max_size, None, ndim, compact)
+        super().__init__(max_size, None, ndim, compact, stacks)
 
     def _open(self) -> None:
         super()._open()
