@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -75,6 +75,12 @@ class Places:
             self._words[1] = int(found[-1]) + 1
         return found
 
+    def taken(self, places: Words) -> Any:
+        """Tell which places have an owner that is complete, or being written."""
+        owners = self.owners[places]
+        numbers = np.abs(self._ring.sequence[(owners - 1) % self._ring.slots])
+        return (owners > 0) & (numbers // STEP == owners)
+
     def _free(self, need: int) -> Words:
         """Look for free places from where the last ones were given out, oldest first."""
         size, first = self.size, int(self._words[1])
@@ -84,9 +90,6 @@ class Places:
                 if have >= need:
                     break
                 stop = min(end, start + max(_CHUNK, need))
-                owners = self.owners[start:stop]
-                numbers = np.abs(self._ring.sequence[(owners - 1) % self._ring.slots])
-                taken = (owners > 0) & (numbers // STEP == owners)
-                parts.append(np.flatnonzero(~taken) + start)
+                parts.append(np.flatnonzero(~self.taken(np.arange(start, stop))) + start)
                 have += len(parts[-1])
         return np.concatenate(parts)[:need]

@@ -17,7 +17,7 @@ from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, nex
 from gleanrl.core.layout import Field, Group
 from gleanrl.memory.replay.places import Places, TakeRoom
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
-from gleanrl.memory.replay.stacks import FrameStore, Stack, chosen_stacks, words
+from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of, words
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, nest
 
@@ -45,48 +45,48 @@ class RowLayout:
     """Nested parts with a batch size of their own."""
 
     stacks: tuple[Stack, ...] = ()
-    """Those of the deduplicated entries that point to frames."""
+    """Entries in whose place rows point to frames."""
 
     @property
     def stored(self) -> tuple[Field, ...]:
-        """The fields that every slot has; pointers to frames and the link come last."""
-        if not self.dedup:
-            return self.fields
-        others = {next_key(key) for key in self.dedup} | {stack.field.key for stack in self.stacks}
+        """What every row has: entries, then pointers to frames, then the link, if there is one."""
+        pointers = {field.key: field for stack in self.stacks for field in stack.pointers}
+        others = {next_key(key) for key in self.dedup} | set(pointers)
         plain = (field for field in self.fields if field.key not in others)
-        return (*plain, *(stack.pointers for stack in self.stacks), _LINK)
+        return (*plain, *pointers.values(), *([_LINK] if self.dedup else []))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one slot of the ring, with one frame of each stack."""
+        """Bytes of one slot of the ring, and of one frame of each stack for each of its rows."""
         frames = sum(stack.nbytes for stack in self.stacks)
         return (sum(field.nbytes for field in self.stored) + frames) * (self.envs or 1)
 
     @property
+    def sharing(self) -> str:
+        """Say which arguments of a storage made this layout."""
+        stacks = {stack.fields[0].key: stack.size for stack in self.stacks}
+        return f"compact={_shown(self.dedup) or False} and stacks={stacks}"
+
+    @property
     def overflow_nbytes(self) -> int:
         """Bytes of one overflow place: the successors of a frame, and the number of its row."""
-        sizes = [field.nbytes for field in self.stored if field.key in self.dedup]
+        sizes = [field.nbytes for field in self.fields if field.key in self.dedup]
         return sum(sizes) + _LINK.nbytes if sizes else 0
 
     def shapes(self, slots: int) -> Shapes:
         """Return the tensors to allocate for ``slots`` slots.
 
         Deduplicated fields have as many overflow places behind the ring's; their owners follow,
-        then the frames of each stack (as many as there can be if no two are shared) and their
-        owners.
+        then the frames of each stack and their owners.
         """
         envs = () if self.envs is None else (self.envs,)
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((slots * (2 if f.key in self.dedup else 1), *envs, *f.shape), f.dtype)
             for f in self.stored
         ]
-        frames = slots * (self.envs or 1)
-        if self.dedup:
-            shapes.append(((frames,), _LINK.dtype))
-        for stack in self.stacks:
-            most, (shape, dtype) = 2 * stack.size * frames, stack.frame
-            shapes += [((most, *shape), dtype), ((most,), _LINK.dtype)]
-        return shapes
+        rows = slots * (self.envs or 1)
+        shapes += [((rows,), _LINK.dtype)] if self.dedup else []
+        return shapes + [shape for stack in self.stacks for shape in stack.shapes(rows)]
 
     def to_json(self) -> bytes:
         """Describe the layout."""
@@ -101,7 +101,7 @@ class RowLayout:
         if self.groups:
             layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
         if self.stacks:
-            layout["stacks"] = [[list(stack.field.key), stack.size] for stack in self.stacks]
+            layout["stacks"] = [[list(s.fields[0].key), s.size] for s in self.stacks]
         return json.dumps(layout).encode()
 
     @classmethod
@@ -114,17 +114,13 @@ class RowLayout:
                 for key, shape, names in layout.get("groups", ())
             )
             fields = tuple(checked_field("a layout", *entry) for entry in layout["fields"])
-            dedup = tuple(tuple(key) for key in layout.get("once", ()))
-            stacks: dict[NestedKey, int] = {
-                tuple(key): size for key, size in layout.get("stacks", ())
-            }
             return cls(
                 fields,
                 tuple(int(n) for n in layout["element"]),
                 layout["envs"],
-                dedup,
+                tuple(tuple(key) for key in layout.get("once", ())),
                 groups,
-                chosen_stacks({field.key: field for field in fields}, dedup, stacks),
+                stacks_of(fields, {tuple(key): size for key, size in layout.get("stacks", ())}),
             )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
@@ -227,18 +223,18 @@ class Rows:
         allocated = allocate(layout.shapes(slots))
         self.tensors = [tensor[:slots] for tensor in allocated[: len(stored)]]
         """In the order of the layout's stored fields."""
-        stacked = {stack.field.key: place for place, stack in enumerate(layout.stacks)}
+        stacked = {field.key: n for n, stack in enumerate(layout.stacks) for field in stack.fields}
         self.by_key = {
             field.key: tensor
             for field, tensor in zip(stored, self.tensors, strict=True)
             if field.key not in stacked
         }
         """The entries that are stored as they are."""
-        extra = allocated[len(stored) :]
-        self.owners = extra[0] if extra else torch.empty(0)
+        beyond = allocated[len(stored) :]
+        self.owners = beyond.pop(0) if layout.dedup else None
         """Of deduplicated rows: number of the row that has an overflow place."""
-        self.stores = tuple(zip(extra[1::2], extra[2::2], strict=True))
-        """The frames of each stack, and the numbers of their owners."""
+        self.frames_of = [*zip(beyond[::2], beyond[1::2], strict=True)]
+        """The frames of each stack, and their owners."""
         self.kept = tuple(n for n, key in enumerate(self.keys) if key in self.by_key)
         """Which of the layout's fields are stored."""
         self.places = {
@@ -251,15 +247,15 @@ class Rows:
         }
         """The frames of stored fields; of deduplicated ones, the overflow places behind them."""
         self._linked = [key not in self.places for key in self.keys]
-        roots = [
-            key[1:] if linked else key for key, linked in zip(self.keys, self._linked, strict=True)
+        self._sources = [
+            self.places[key[1:] if linked else key]
+            for key, linked in zip(self.keys, self._linked, strict=True)
         ]
-        self._sources = [self.places[root] for root in roots]
         self._links = self.places[_LINK.key] if layout.dedup else None
         self._stacked = [
-            (index, layout.stacks[stacked[root]], self.stores[stacked[root]][0])
-            for index, root in enumerate(roots)
-            if root in stacked
+            (index, layout.stacks[stacked[key]], self.frames_of[stacked[key]][0])
+            for index, key in enumerate(self.keys)
+            if key in stacked
         ]
         self._single = [
             (index, field.shape)
@@ -300,8 +296,8 @@ class Rows:
                 source.index_select(0, after if linked else index)
                 for source, linked in zip(self._sources, self._linked, strict=True)
             ]
-            for place, stack, frames in self._stacked:
-                values[place] = stack.join(frames, values[place])
+        for place, stack, frames in self._stacked:
+            values[place] = stack.join(frames, values[place])
         count = index.shape[0]
         for place, shape in self._single:
             values[place] = values[place].view(count, *shape)
@@ -326,66 +322,66 @@ class Rows:
         """Return the overflow places of each deduplicated field, then the frames of each stack.
 
         Args:
-            ring: As many as the rows of this ring ever needed; without, all that there can be.
+            ring: As many as its rows ever needed; by default, as many as there can be.
         """
-        shapes = {field.key: field.shape for field in self.layout.stored}
-        tables = range(1 + len(self.stores))
-        used = [None if ring is None else int(ring.table(n)[0]) for n in tables]
-        parts = [self.places[key][self.frames :][: used[0]] for key in self.layout.dedup]
-        overflow = [
-            part.view(len(part), *shapes[key])
-            for key, part in zip(self.layout.dedup, parts, strict=True)
-        ]
-        return overflow + [
-            frames[: None if more is None else self.frames + more]
-            for (frames, _), more in zip(self.stores, used[1:], strict=True)
+        begins = [0, *[self.frames] * len(self.frames_of)]
+        ends = [ring and begin + int(ring.table(n)[0]) for n, begin in enumerate(begins)]
+        fields = [field for field in self.layout.stored if field.key in self.layout.dedup]
+        parts = [self.places[field.key][self.frames :][: ends[0]] for field in fields]
+        return [
+            *(part.view(-1, *f.shape) for part, f in zip(parts, fields, strict=True)),
+            *(frames[:end] for (frames, _), end in zip(self.frames_of, ends[1:], strict=True)),
         ]
 
     def nbytes(self, ring: RingIndex) -> int:
-        """Return the bytes in use, for rows and their bookkeeping."""
-        layout = self.layout
-        more = [stack.nbytes for stack in layout.stacks]
-        used = [size * int(ring.table(n)[0]) for n, size in enumerate(more, 1)]
-        return layout.nbytes * self.slots + ring.overflow * layout.overflow_nbytes + sum(used)
+        """Return the bytes in use, with all bookkeeping."""
+        more = [self.layout.overflow_nbytes, *(stack.nbytes for stack in self.layout.stacks)]
+        used = sum(size * int(ring.table(n)[0]) for n, size in enumerate(more))
+        return self.layout.nbytes * self.slots + used
+
+    def parts(self, ring: RingIndex, take_room: TakeRoom) -> list[SuccessorLinks | FrameStore]:
+        """Return what stores the entries that are not stored as they are.
+
+        Args:
+            ring: The rows.
+            take_room: Reserves memory that was not needed from the beginning.
+        """
+        parts: list[SuccessorLinks | FrameStore] = []
+        if self.owners is not None:
+            parts.append(SuccessorLinks(self, self.owners, ring, take_room))
+        stacks = zip(self.layout.stacks, self.frames_of, strict=True)
+        for table, (stack, tensors) in enumerate(stacks, 1):
+            pointers = {self.keys.index(f.key): self.places[f.key] for f in stack.fields}
+            parts.append(FrameStore(stack, pointers, tensors, ring, table, take_room))
+        return parts
 
 
 def deduplicate(
     layout: RowLayout, compact: bool | Sequence[NestedKey], stacks: Mapping[NestedKey, int]
 ) -> RowLayout:
-    """Return ``layout`` with the entries whose successors are linked.
+    """Return ``layout`` with the entries whose successors are linked, and those of frames.
 
     Args:
         layout: The fields of a row.
         compact: ``False``, ``True`` for every entry that is larger than the link that replaces it,
             or root keys.
-        stacks: Of these, the entries whose frames are stored once, with the frames in a stack.
+        stacks: Entries that are stacks of frames, with the number of frames.
 
     Raises:
-        ConfigError: there are no such entries, or without a successor of the same shape and dtype.
+        ConfigError: there are no such entries.
     """
-    dedup = () if compact is False else _chosen(layout, compact)
-    chosen = chosen_stacks({field.key: field for field in layout.fields}, dedup, stacks)
+    chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:
-        raise ConfigError(
-            f"stacks needs rows that are frames, and a row is {layout.element} frames"
-        )
-    made = replace(layout, dedup=dedup, stacks=chosen)
-    if layout.dedup and made != layout:
-        raise ConfigError(
-            f"rows that keep {_once(layout)} once do not fit into a storage with "
-            f"{_once(made) or 'compact=False'}"
-        )
-    return made
+        raise ConfigError(f"stacks is for rows that are one frame each, not {layout.element}")
+    pointed = {field.key for stack in chosen for field in stack.fields}
+    dedup = () if compact is False else _chosen(layout, compact, pointed)
+    return replace(layout, dedup=dedup, stacks=chosen)
 
 
-def _once(layout: RowLayout) -> str:
-    stacks = {format_key(stack.field.key): stack.size for stack in layout.stacks}
-    shown = ", ".join(_shown(layout.dedup))
-    return f"{shown} (stacks={stacks})" if stacks else shown
-
-
-def _chosen(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> tuple[Key, ...]:
-    fields = {field.key: field for field in layout.fields}
+def _chosen(
+    layout: RowLayout, compact: bool | Sequence[NestedKey], pointed: set[Key]
+) -> tuple[Key, ...]:
+    fields = {field.key: field for field in layout.fields if field.key not in pointed}
     twins = [
         key
         for key, field in fields.items()
@@ -396,7 +392,7 @@ def _chosen(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> tuple[Key
         large = [key for key in twins if fields[key].nbytes > _LINK.nbytes]
         chosen = tuple(key for key in large if key[-1] not in END_FLAGS)
     else:
-        chosen = tuple(as_key(key) for key in compact)
+        chosen = tuple(key for key in map(as_key, compact) if key not in pointed)
         for key in chosen:
             if key not in twins:
                 raise ConfigError(
@@ -404,7 +400,7 @@ def _chosen(layout: RowLayout, compact: bool | Sequence[NestedKey]) -> tuple[Key
                     f"{format_key(next_key(key))} of the same shape and dtype; they have "
                     f"{_shown(fields)}"
                 )
-    if not chosen:
+    if not chosen and not pointed:
         raise ConfigError(
             "a compact storage needs observations together with their successors under 'next', of "
             f"more than {_LINK.nbytes} bytes; the data have {_shown(fields)}. Collect "
@@ -433,29 +429,23 @@ class SuccessorLinks:
     one; memory is touched only as far as they were ever needed.
     """
 
-    def __init__(self, rows: Rows, ring: RingIndex, take_room: TakeRoom) -> None:
-        """Link ``rows`` of ``ring``; overflow places get ``take_room`` before their first use."""
+    def __init__(
+        self, rows: Rows, owners: torch.Tensor, ring: RingIndex, take_room: TakeRoom
+    ) -> None:
+        """Link ``rows`` of ``ring``; overflow places have ``owners``."""
         self._rows = rows
         self._ring = ring
         self._envs = rows.layout.envs or 1
         self._lead = 1 if rows.layout.envs is None else 2
         self._links: Words = rows.tensors[-1].view(rows.frames).numpy()
         self._pairs = [
-            (rows.keys.index(key), rows.keys.index(next_key(key)), key) for key in rows.layout.dedup
+            (rows.keys.index(key), rows.keys.index(next_key(key)), rows.places[key])
+            for key in rows.layout.dedup
         ]
-        tables = [rows.places[key] for key in rows.layout.dedup]
-        contents = [places[rows.frames :] for places in tables]
-        self._overflow = Places(0, ring, rows.owners.numpy(), 0, 4, contents, take_room)
-        self._frames = {
-            stack.field.key: FrameStore(
-                table, stack, (rows.places[stack.field.key], *tensors), ring, self._links, take_room
-            )
-            for table, (stack, tensors) in enumerate(
-                zip(rows.layout.stacks, rows.stores, strict=True), 1
-            )
-        }
+        overflow = [places[rows.frames :] for *_, places in self._pairs]
+        self.places = Places(0, ring, owners.numpy(), 0, 4, overflow, take_room)
 
-    def link(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
+    def store(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
         """Store the successors of ``count`` rows from position ``first`` on.
 
         In ``values`` they begin at ``offset``. Inside `RingIndex.append`.
@@ -465,8 +455,8 @@ class SuccessorLinks:
         links = (slot[:, None] * envs + np.arange(envs)).reshape(-1)
         unlinked = np.flatnonzero(self._unlinked(values, offset, count))
         row = unlinked // envs
-        claimed = self._overflow.claim(len(row))
-        self._overflow.owners[claimed] = first + 1 + row
+        claimed = self.places.claim(len(row))
+        self.places.owners[claimed] = first + 1 + row
         overflow = rows.frames + claimed
         links[unlinked] = overflow
         for start, stop, ahead in self._ring.pieces(first, count):
@@ -477,33 +467,18 @@ class SuccessorLinks:
         chosen: tuple[torch.Tensor, ...] = (torch.from_numpy(row + offset),)
         if self._lead == 2:
             chosen = (*chosen, torch.from_numpy(unlinked % envs))
-        for root, after, key in self._pairs:
+        for _, after, places in self._pairs:
             successors = values[after].detach()[chosen]
-            if key in self._frames:
-                roots = values[root][offset : offset + count]
-                self._frames[key].store(first, roots, unlinked, successors, overflow)
-                continue
-            places = rows.places[key]
             shape = (len(overflow), *places.shape[1:])
             places.index_copy_(0, where, successors.to(places.device).reshape(shape))
-
-    def grow(self, beyond: Sequence[torch.Tensor]) -> None:
-        """Have room for what `Rows.beyond` returned, of rows like these; inside `section`."""
-        overflow = [self._overflow] * len(self._pairs)
-        tables = [*overflow, *(frames.places for frames in self._frames.values())]
-        for table, contents in zip(tables, beyond, strict=True):
-            table.grow(len(contents))
 
     def rebuild(self) -> None:
         """Note which row has which overflow place, after rows were put back; inside `section`."""
         frames = self._rows.frames
         numbers = self._ring.sequence[: self._rows.slots].repeat(self._envs)
         having = np.flatnonzero((numbers > 0) & (self._links >= frames))
-        owners = self._overflow.owners
-        owners[: self._overflow.size] = 0
-        owners[self._links[having] - frames] = numbers[having] // STEP
-        for store in self._frames.values():
-            store.rebuild()
+        self.places.owners[: self.places.size] = 0
+        self.places.owners[self._links[having] - frames] = numbers[having] // STEP
 
     def _unlinked(self, values: Sequence[torch.Tensor], offset: int, count: int) -> Any:
         """Tell which frames are not followed by the next row's, ``[count * envs]``."""
@@ -526,14 +501,15 @@ def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) 
         link = data.popitem()[1]
         size = state["slots"] * (layout.envs or 1)
         near, keys = link < size, [field.key for field in layout.stored]
-        for key, overflow in zip(layout.dedup, stored[number:], strict=False):
+        dedup = [key for key in keys if key in layout.dedup]
+        for key, overflow in zip(dedup, stored[number:], strict=False):
             frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
             after = frames.new_empty((*link.shape, *frames.shape[1:]))
             after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
             data[next_key(key)] = after
-        for stack, frames in zip(layout.stacks, stored[number + len(layout.dedup) :], strict=True):
-            for key in (stack.field.key, next_key(stack.field.key)):
-                data[key] = stack.join(frames, data[key])
+    for stack, frames in zip(layout.stacks, stored[number + len(layout.dedup) :], strict=True):
+        for field in stack.fields:
+            data[field.key] = stack.join(frames, data[field.key])
     return data
 
 

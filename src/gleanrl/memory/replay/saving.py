@@ -193,39 +193,28 @@ def _check(
     frames, numbers, tensors = slots * (layout.envs or 1), storage["stamps"], storage["tensors"]
     lead = (len(numbers),) if layout.envs is None else (len(numbers), layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    fields, once = {field.key: field for field in layout.stored}, len(expected)
-    beyond = [(fields[key].shape, fields[key].dtype) for key in layout.dedup]
-    beyond += [stack.frame for stack in layout.stacks]
-    sizes = [len(tensor) for tensor in tensors[once:]]
+    beyond = [(f.shape, f.dtype) for f in layout.stored if f.key in layout.dedup]
+    sizes = [len(tensor) for tensor in tensors[len(layout.stored) :]]
+    shapes = [*beyond, *(stack.frame for stack in layout.stacks)]
     expected += [
-        ((size, *shape), dtype) for size, (shape, dtype) in zip(sizes, beyond, strict=True)
+        ((size, *shape), dtype) for size, (shape, dtype) in zip(sizes, shapes, strict=True)
     ]
-    same_size = len(set(sizes[: len(layout.dedup)])) < 2
-    if not same_size or [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
+    equal = len(set(sizes[: len(beyond)])) < 2
+    if not equal or [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
         raise ConfigError("the tensors are not of the layout that the description has")
-    if layout.dedup:
-        _check_links(layout, tensors, numbers > 0, frames)
+    # Rows that were written meanwhile may point to places that were not saved.
+    complete = {f.key: t[numbers > 0] for f, t in zip(layout.stored, tensors, strict=False)}
+    if beyond:
+        _check_range("links", complete[layout.stored[-1].key], frames + sizes[0])
+    for stack, size in zip(layout.stacks, sizes[len(beyond) :], strict=True):
+        for field in stack.fields:
+            _check_range("places of frames", complete[field.key], size)
     for name, (dtype, ndim, most) in _SAMPLERS.items():
         if name in sampler:
             if sampler[name].dtype != dtype or sampler[name].ndim != ndim:
                 raise ConfigError(f"{name!r} of the sampler has another dtype or shape")
             _check_range(name, sampler[name], most or frames + ndim - 1)
     _check_range("priorities", torch.tensor([sampler.get(n, 0.0) for n in _PRIORITY]), math.inf)
-
-
-def _check_links(
-    layout: RowLayout, tensors: list[torch.Tensor], complete: torch.Tensor, frames: int
-) -> None:
-    """Check links and pointers of complete rows: others may have been written meanwhile."""
-    stored = len(layout.stored)
-    links = tensors[stored - 1][complete].flatten()
-    _check_range("links", links, frames + len(tensors[stored]))
-    keys = [field.key for field in layout.stored]
-    for stack, saved in zip(layout.stacks, tensors[stored + len(layout.dedup) :], strict=True):
-        key = stack.field.key
-        overflow = tensors[stored + layout.dedup.index(key)][links[links >= frames] - frames]
-        for pointers in (tensors[keys.index(key)][complete], overflow):
-            _check_range("pointers", pointers, len(saved))
 
 
 def _check_range(name: str, values: torch.Tensor, end: float) -> None:
