@@ -1,7 +1,8 @@
-"""Stacks whose frames are stored once: what is sampled is what a plain buffer holds, bit for bit."""
+"""Stacks whose frames are stored once: samples are those of a plain buffer, bit for bit."""
 
 import copy
 import pickle
+from contextlib import suppress
 
 import ale_py
 import gymnasium as gym
@@ -20,12 +21,12 @@ from gleanrl import (
     PrioritizedSampler,
     ReplayBuffer,
     SliceSampler,
+    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
 
 SIZE = 3
 """Frames in a stack."""
-KEYS = ["pixels", ("next", "pixels"), "number", ("next", "done")]
 
 
 class Frames:
@@ -65,9 +66,11 @@ class Frames:
         self.number += len(roots)
         if self.last:
             roots, after = roots.movedim(1, -1), after.movedim(1, -1)
-        inner = {"pixels": after.contiguous(), "done": done}
+        wide = number.unsqueeze(1).expand(-1, 3)
+        inner = {"pixels": after.contiguous(), "wide": wide + 1, "done": done}
         return TensorDict(
-            {"pixels": roots.contiguous(), "number": number, "next": inner}, [len(roots)]
+            {"pixels": roots.contiguous(), "number": number, "wide": wide, "next": inner},
+            [len(roots)],
         )
 
     def block(self, count):
@@ -81,13 +84,14 @@ class Frames:
 
 def same(one, other):
     assert one.batch_size == other.batch_size
-    for key in KEYS:
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
         assert one[key].dtype == other[key].dtype, key
         assert torch.equal(one[key], other[key]), key
 
 
 def stored_once(size, kind=LazyTensorStorage, **options):
-    return kind(size, compact=True, stacks={"pixels": SIZE}, **options)
+    return kind(size, stacks={"pixels": SIZE}, **options)
 
 
 def write(source, kind, count):
@@ -127,12 +131,13 @@ WRITES = st.lists(
     shape=st.sampled_from([(2, 3), (2, 4)]),
     padding=st.booleans(),
     last=st.booleans(),
+    compact=st.booleans(),
 )
 def test_samples_are_those_of_a_plain_buffer(
-    kind, size, writes, shared, seed, shape, padding, last
+    kind, size, writes, shared, seed, shape, padding, last, compact
 ):
     plain = ReplayBuffer(storage=kind(size))
-    once = ReplayBuffer(storage=stored_once(size, kind), shared=shared)
+    once = ReplayBuffer(storage=stored_once(size, kind, compact=compact), shared=shared)
     source = Frames(seed, shape=shape, padding=padding, last=last)
     for number, (way, count) in enumerate(writes):
         data = write(source, way, count)
@@ -181,29 +186,27 @@ def test_a_write_that_fails_takes_no_frames_from_others(size, writes, seed):
         for rb in (plain, once):
             storage = rb.storage
             values, number = storage.prepare(data, 0)
-            try:
-                with storage.ring.append(number, number) as first:
-                    storage.write(first, number, values, 0)
-                    if fails:
-                        raise KeyboardInterrupt
-            except KeyboardInterrupt:
-                pass
+            with suppress(KeyboardInterrupt), storage.ring.append(number, number) as first:
+                storage.write(first, number, values, 0)
+                if fails:
+                    raise KeyboardInterrupt
         if len(plain):
             same(plain[:], once[:])
 
 
 @pytest.mark.parametrize("way", ["state", "files", "copy"])
 @pytest.mark.parametrize("to", [7, 20])
-def test_saved_buffers_come_back_and_go_on(tmp_path, way, to):
+@pytest.mark.parametrize("compact", [False, True])
+def test_saved_buffers_come_back_and_go_on(tmp_path, way, to, compact):
     source = Frames(0)
     plain = ReplayBuffer(storage=LazyTensorStorage(20))
-    once = ReplayBuffer(storage=stored_once(20))
+    once = ReplayBuffer(storage=stored_once(20, compact=compact))
     for count in (4, 1, 6, 9):
         data = source.block(count).reshape(-1)
         for rb in (plain, once):
             rb.extend(data)
     other, reference = (
-        ReplayBuffer(storage=stored_once(to), shared=True),
+        ReplayBuffer(storage=stored_once(to, compact=compact), shared=True),
         ReplayBuffer(storage=LazyTensorStorage(to)),
     )
     if way == "files":
@@ -252,28 +255,139 @@ def test_slices_and_priorities_have_whole_stacks():
         assert torch.equal(sample["next", "pixels"], expected["next", "pixels"])
 
 
-def long_run(steps, batch):
-    """Return a full buffer of one environment without ends, written by batches of some size."""
-    frames = torch.randint(0, 255, (steps + 4, 16, 16), dtype=torch.uint8)
+def run(steps, side=16):
+    """Return the rows of one environment without ends."""
+    random = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 255, (steps + 4, side, side), generator=random, dtype=torch.uint8)
     stacks = frames.unfold(0, 4, 1).movedim(-1, 1).contiguous()
-    rb = ReplayBuffer(storage=LazyTensorStorage(steps // 2, compact=True, stacks={"pixels": 4}))
-    data = TensorDict({"pixels": stacks[:-1], "next": {"pixels": stacks[1:]}}, [steps])
-    for part in data.split(batch):
+    after = {"pixels": stacks[1:], "reward": torch.ones(steps, 1)}
+    after |= {name: torch.zeros(steps, 1).bool() for name in ("done", "terminated", "truncated")}
+    return TensorDict({"pixels": stacks[:-1], "next": after}, [steps])
+
+
+def per_row(batches, size):
+    """Return the bytes of a row, with all bookkeeping."""
+    rb = ReplayBuffer(storage=LazyTensorStorage(size, stacks={"pixels": 4}))
+    for part in batches:
         rb.extend(part)
-    assert torch.equal(rb[:]["pixels"].flatten(1).sort(0)[0], data[-len(rb) :]["pixels"].flatten(1).sort(0)[0])
-    return rb
+    assert len(rb) == size
+    return rb.storage.nbytes / size
 
 
-@pytest.mark.parametrize("batch", [1, 8, 100])
-def test_a_stack_takes_the_memory_of_a_frame_however_small_the_batches(batch):
-    rb = long_run(2000, batch)
-    assert rb.storage.nbytes / len(rb) < 1.08 * 256 + 150
+ORDERS = {
+    "one long batch": lambda rows: [rows],
+    "single rows": lambda rows: rows.split(1),
+    "two environments side by side": lambda rows: [rows.view(2, -1).transpose(0, 1).reshape(-1)],
+    "any order": lambda rows: [rows[torch.randperm(len(rows))]],
+    "n-step": lambda rows: [
+        MultiStep(0.9, 3)(part.unsqueeze(0)).squeeze(0) for part in rows.split(100)
+    ],
+}
 
 
-def test_data_that_is_no_stack_takes_more_memory_and_is_kept_whole():
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_frame_is_stored_once_in_whatever_order_rows_come(order):
+    rows = run(1000)
+    batches = ORDERS[order](rows)
+    frame, entries = 16 * 16, sum(v[0].nbytes for v in batches[0].values(True, True))
+    others = entries - 2 * 4 * frame
+    bookkeeping = 8 * 8 + 8
+    assert per_row(batches, len(rows)) <= 1.04 * frame + others + bookkeeping
+
+
+def test_a_ring_that_is_full_needs_no_more_memory_however_often_it_is_overwritten():
+    rb = ReplayBuffer(storage=LazyTensorStorage(100, stacks={"pixels": 4}))
+    sizes = []
+    for part in run(2000).split(7):
+        rb.extend(part)
+        sizes.append(rb.storage.nbytes)
+    assert sizes[-1] == sizes[20]
+
+
+def test_data_that_are_no_stacks_are_kept_whole():
     source = Frames(0, shape=(8, 8))
-    rb = ReplayBuffer(storage=stored_once(50))
-    for _ in range(5):
+    rb = ReplayBuffer(storage=stored_once(40))
+    for _ in range(3):
         data = source.no_stacks(40)
         rb.extend(data)
-        same(rb[:][-40:].apply(lambda x: x) if False else rb[rb[:]["number"].argsort()[-40:]], data)
+        same(rb[:], data)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"), [((12, 5, 5), 4), ((4, 5, 5), 4), ((5, 5, 4), 4), ((6,), 2)]
+)
+def test_frames_may_have_channels_and_come_first_or_last(shape, size):
+    pixels = torch.randint(0, 255, (6, *shape), dtype=torch.uint8)
+    rb = ReplayBuffer(storage=LazyTensorStorage(6, stacks={"pixels": size}))
+    rb.extend(TensorDict({"pixels": pixels}, [6]))
+    assert torch.equal(rb[:]["pixels"], pixels)
+
+
+def test_floats_are_compared_as_bits():
+    pixels = torch.tensor([[[0.0, 1.0], [-0.0, 1.0]], [[float("nan"), 1.0], [0.0, 1.0]]])
+    rb = ReplayBuffer(storage=LazyTensorStorage(2, stacks={"pixels": 2}))
+    rb.extend({"pixels": pixels})
+    assert torch.equal(rb[:]["pixels"].view(torch.int32), pixels.view(torch.int32))
+
+
+def test_what_cannot_be_stored_once_is_named():
+    rows = Frames(0).steps(0, 4)
+    for stacks, message in [
+        ({"missing": 3}, "stacks names 'missing'"),
+        ({"pixels": 4}, "stack of 4 frames"),
+        ({"pixels": 1}, "stack of 1 frames"),
+        ({"number": 2}, "stack of 2 frames"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ReplayBuffer(storage=LazyTensorStorage(8, stacks=stacks)).extend(rows)
+    with pytest.raises(ConfigError, match="mapping"):
+        LazyTensorStorage(8, stacks=["pixels"])
+    with pytest.raises(ConfigError, match="one frame each"):
+        ReplayBuffer(storage=stored_once(8)).extend(rows.reshape(2, 2))
+    ranked = ReplayBuffer(storage=stored_once(8), writer=TensorDictMaxValueWriter("number"))
+    with pytest.raises(ConfigError, match="no stacks"):
+        ranked.extend(rows)
+
+
+@pytest.mark.parametrize("way", ["state", "files"])
+def test_rows_of_another_kind_of_storage_are_refused_and_nothing_changes(tmp_path, way):
+    rows, other = Frames(0).steps(0, 4), Frames(1).steps(0, 3)
+    kinds = [LazyTensorStorage(8), LazyTensorStorage(8, compact=True), stored_once(8)]
+    for source in kinds:
+        for target in kinds:
+            saved, loaded = (ReplayBuffer(storage=copy.deepcopy(kind)) for kind in (source, target))
+            saved.extend(rows)
+            loaded.extend(other)
+            if way == "files":
+                saved.dumps(tmp_path)
+            load = loaded.loads if way == "files" else loaded.load_state_dict
+            state = tmp_path if way == "files" else saved.state_dict()
+            if source is target:
+                load(state)
+                same(loaded[:], rows)
+                continue
+            with pytest.raises(ConfigError, match="store them by extend"):
+                load(state)
+            same(loaded[:], other)
+
+
+def pong():
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Pong-v5", frameskip=1)
+    return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env), 4)
+
+
+def test_a_transition_of_atari_takes_the_memory_of_one_frame():
+    buffers = [
+        ReplayBuffer(storage=LazyTensorStorage(300)),
+        ReplayBuffer(storage=LazyTensorStorage(300, stacks={"observation": 4})),
+    ]
+    for rb in buffers:
+        with Collector(
+            [pong, pong], frames_per_batch=32, total_frames=384, replay_buffer=rb
+        ) as collector:
+            collector.set_seed(0)
+            for _ in collector:
+                pass
+    same(*(rb[:] for rb in buffers))
+    assert buffers[1].storage.nbytes / 300 <= 7_400

@@ -46,12 +46,12 @@ class Stack:
                 f"stacks names {format_key(key)}, and the data have {[*map(format_key, fields)]}"
             )
         shape = field.shape
-        if not isinstance(size, bool) and isinstance(size, int) and size > 1 and field.nbytes:
+        if isinstance(size, int) and size > 1 and field.nbytes and shape:
             last = shape[0] != size and shape[-1] == size
+            after = fields.get(next_key(key), field)
+            both = after is not field and (after.shape, after.dtype) == (shape, field.dtype)
             if last or shape[0] % size == 0:
-                after = fields.get(next_key(key))
-                both = after is not None and (after.shape, after.dtype) == (shape, field.dtype)
-                return cls((field, after) if after is not None and both else (field,), size, last)
+                return cls((field, after) if both else (field,), size, last)
         raise ConfigError(
             f"stacks names {format_key(key)} as a stack of {size!r} frames, and it is "
             f"{list(shape)} per row. The first or the last dimension is that of two or more "
@@ -82,7 +82,7 @@ class Stack:
         """Return the frames of stacks ``[..., *shape]`` as words, ``[n, size, words]``."""
         values = values.detach().cpu()
         if self.last:
-            values = values.movedim(-1, values.ndim - len(self.fields[0].shape))
+            values = torch.stack(values.unbind(-1), values.ndim - len(self.fields[0].shape))
         return words(values.reshape(-1, self.size, *self.frame[0]))
 
     def join(self, frames: torch.Tensor, pointers: torch.Tensor) -> torch.Tensor:
