@@ -352,7 +352,10 @@ class RingIndex:
         if h[_OP] == _COMPLETE:
             np.absolute(numbers, out=numbers)
         elif h[_OP] == _COPY:
-            np.maximum(numbers, 0, out=numbers)
+            # Also rows that were to be overwritten and still are whole: later rows are gone first.
+            cursor = int(h[_CURSOR])
+            for start, stop, _ in self.pieces(cursor, int(h[_TO_CURSOR]) - cursor):
+                np.multiply(numbers[start:stop], 0, out=numbers[start:stop])
             count = self.count
         else:
             np.multiply(numbers, 0, out=numbers)
