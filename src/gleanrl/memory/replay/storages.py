@@ -37,7 +37,7 @@ from gleanrl.memory.replay.rows import (
     fields_at,
 )
 from gleanrl.memory.replay.stacks import FrameStore
-from gleanrl.memory.shared import SharedMemory, check_memory, fence
+from gleanrl.memory.shared import SharedMemory, check_memory, fence, use_huge_pages
 
 _ALIGN = 64
 _PART = 1024
@@ -473,6 +473,7 @@ class LazyTensorStorage(Storage):
             # Half of it may never be needed, and is not taken before.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             memory = mmap.mmap(-1, max(starts[-1], mmap.PAGESIZE), flags=flags)
+            use_huge_pages(memory)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         return [
             everything[start : start + _nbytes(shape, dtype)].view(dtype).view(shape)
