@@ -384,30 +384,45 @@ class BaseCollector(Controls, IterableDataset[Any]):
         resets = {worker: m.Reset(None, kwargs) for worker, reset in enumerate(chosen) if reset}
         self.collection.restart(dict(resets))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return policy and environment state, counters, statistics, versions and random streams.
+    def state_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """Return all that a collector needs to continue as this one would.
 
-        With workers, the states are in ``worker0``, ``worker1``, …. The call waits for rollouts
-        under way, which are delivered afterwards. If losses are tolerated, the entry of a lost
-        worker has ``"lost": True`` and the newest policy. A worker that loads it starts with new
-        environments, random streams and trajectory ids.
+        That is policies, environments in the middle of their episodes, counters, statistics,
+        versions, random streams, partial trajectories and undelivered rollouts. With workers, their
+        states are in ``worker0``, ``worker1``, …. The call waits for rollouts under way, which are
+        delivered afterwards. If losses are tolerated, the entry of a lost worker has ``"lost":
+        True`` and the newest policy. A worker that loads it starts with new environments, random
+        streams and trajectory ids.
+
+        Args:
+            allow_pickle: Pickle objects of environments that cannot be saved in another way.
 
         Raises:
             ClosedError: the collector was shut down, and its workers with it.
         """
-        return state_of(self.collection)
+        return state_of(self.collection, allow_pickle)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state_dict`; environments restart on fresh resets.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
+    ) -> None:
+        """Restore a state from `state_dict`; the batches are then those of the other collector.
 
-        The learner's own policy does not change; your script loads it.
+        Environments whose state cannot be restored begin new episodes, and a warning says why. The
+        learner's own policy does not change; your script loads it.
+
+        Args:
+            state_dict: The state.
+            strict: Whether all entries must be there.
+            allow_pickle: Unpickle objects of environments, which can run any code.
 
         Raises:
             ConfigError: the state of another number of workers.
             KeyError: ``strict`` and an entry is missing.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
-        restore(self.collection, state_dict, strict)
+        why = restore(self.collection, state_dict, strict, allow_pickle)
+        if why is not None and self._worker_idx is None:  # else the outer one says so
+            warn(why)
 
     # -- what it shows ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.gather import Rollouts, SyncGather
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import Replacements
@@ -55,6 +55,8 @@ class Collection:
         """Whether environments were stepped or reset since they were seeded."""
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
+        self.restarted: str | None = None
+        """Which environments began new episodes with the last loaded state, and why."""
         self._requested_at: float | None = None
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
@@ -166,6 +168,14 @@ class Collection:
     def finish_filling(self) -> None:
         """Collect the rollouts under way that workers write to the buffer, and count their rows."""
         while self.plan.fills and not self.engine.gather.idle:
+            delivered = self.collect(feed=False)
+            if not self.filling.is_running():
+                self.ready += delivered
+
+    def settle(self) -> None:
+        """Collect what is under way that cannot be part of a state."""
+        self.finish_filling()
+        while isinstance(self.engine.gather, SyncGather) and not self.engine.gather.idle:
             delivered = self.collect(feed=False)
             if not self.filling.is_running():
                 self.ready += delivered

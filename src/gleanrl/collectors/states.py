@@ -9,11 +9,21 @@ from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.replacing import reseeded
+from gleanrl.envs.plain_state import load_state, save_state
+from gleanrl.envs.simulators import as_bytes, as_tensor
+
+OF_ALL = ("frames", "iter", "statistics", "schedule", "trajectories", "undelivered", "ready")
+"""Entries that are not those of one worker."""
 
 
-def state_of(collection: Collection) -> dict[str, Any]:
+def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
     """Return counters, statistics, and ``worker0``, ``worker1``, …: policy and environment of each.
+
+    Args:
+        collection: Is not changed.
+        allow_pickle: Whether parts of environments may be pickled.
 
     Raises:
         ClosedError: the collection was shut down, and its workers with it.
@@ -25,8 +35,8 @@ def state_of(collection: Collection) -> dict[str, Any]:
             "state: keep the state_dict() from after each batch"
         )
     with engine.turn(None):
-        collection.finish_filling()  # the state counts every row that is in the buffer
-        states = engine.request_all(m.GetState())
+        collection.settle()  # the state counts every row that is in the buffer
+        states, undelivered = engine.states(m.GetState(allow_pickle))
         policies = (
             [collection.weights.models.policy_state()] * engine.workers
             if in_process
@@ -37,7 +47,24 @@ def state_of(collection: Collection) -> dict[str, Any]:
             "frames": collection.budget.delivered,
             "iter": collection.batches,
             "statistics": collection.watching.measures.state_dict(),
+            "schedule": collection.weights.schedule_state(),
+            "trajectories": collection.pipeline.state(),
+            "undelivered": list(map(_rollout_state, undelivered)),
+            "ready": list(map(save_state, collection.ready)),
         }
+
+
+def _rollout_state(rollout: Undelivered) -> dict[str, Any]:
+    worker, report, batch = rollout
+    numbers = {"steps": report.steps, "frames": report.frames, "version": report.policy_version}
+    ended = as_tensor(report.ended)
+    return {"worker": worker, **numbers, "ended": ended, "batch": save_state(batch)}
+
+
+def _rollout(state: Mapping[str, Any]) -> Undelivered:
+    ended = as_bytes(state["ended"])
+    report = m.Report(state["steps"], state["frames"], state["version"], ended=ended)
+    return state["worker"], report, load_state(None, state["batch"])
 
 
 def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str, Any]:
@@ -61,13 +88,22 @@ def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str
     return {f"worker{worker}": entries[worker] for worker in range(engine.workers)}
 
 
-def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Restore a state of `state_of`; environments restart on fresh resets.
+def restore(
+    collection: Collection,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    allow_pickle: bool = False,
+) -> str | None:
+    """Restore a state of `state_of`.
 
     Args:
         collection: With as many workers as the state has.
         state_dict: The state.
         strict: Whether all entries must be there.
+        allow_pickle: Whether parts of environments may be unpickled.
+
+    Returns:
+        Which environments begin new episodes, and why; ``None`` if all continue theirs.
 
     Raises:
         ConfigError: the state of another number of workers.
@@ -81,7 +117,7 @@ def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool)
     for worker, entry in enumerate(entries):
         version = weights.number
         if "worker" in entry:
-            commands[worker] = _restoring(collection, worker, entry, strict)
+            commands[worker] = _restoring(collection, worker, entry, strict, allow_pickle)
             version = int(entry["worker"]["policy_version"])
         policies[worker] = entry.get("policy_state_dict") or {}, version
     with engine.turn(None):
@@ -89,11 +125,30 @@ def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool)
         batches = int(state_dict.get("iter", collection.batches))
         weights.models.check_restore(state for state, _ in policies.values())
         _number_lives(engine, entries)
-        collection.restart(commands)
+        undelivered = list(map(_rollout, state_dict.get("undelivered", ())))
+        answers = collection.restart(commands)
         weights.restore(policies)
+        weights.load_schedule(state_dict.get("schedule"))
         collection.budget.delivered, collection.batches = frames, batches
+        engine.gather.take_back(undelivered, collection.budget)
+        if "trajectories" in state_dict:
+            collection.pipeline.load_state(state_dict["trajectories"])
+        collection.ready.extend(load_state(None, one) for one in state_dict.get("ready", ()))
         collection.watching.load_state_dict(state_dict.get("statistics"), frames)
         collection.renew_seeds({})  # streams are those of the state now
+        collection.restarted = _restarted(engine, answers)
+        return collection.restarted
+
+
+def _restarted(engine: Engine, answers: Mapping[int, Any]) -> str | None:
+    """Return which environments begin new episodes, and why."""
+    why = {worker: text for worker, text in answers.items() if isinstance(text, str)}
+    if not why:
+        return None
+    which = "all environments"
+    if len(why) < engine.workers:
+        which = f"environments of the workers {sorted(why)}"
+    return f"{which} begin new episodes: {next(iter(why.values()))}"
 
 
 def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
@@ -111,13 +166,14 @@ def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> li
 
 
 def _restoring(
-    collection: Collection, worker: int, entry: Mapping[str, Any], strict: bool
+    collection: Collection, worker: int, entry: Mapping[str, Any], strict: bool, allow_pickle: bool
 ) -> m.Command:
     """Return the command that restores ``worker`` from ``entry``, or seeds a lost worker."""
     if entry.get("lost"):
         life = max(int(entry["life"]), collection.engine.lives[worker])
         return reseeded(m.Seed(collection.plan.stream + worker), life)
-    return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
+    state = {**entry["worker"], "env": entry.get("env_state_dict", {})}
+    return m.SetState(state, strict, allow_pickle)
 
 
 def _number_lives(engine: Engine, entries: list[Any]) -> None:
