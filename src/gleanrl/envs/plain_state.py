@@ -67,12 +67,14 @@ _OURS = (
 _OURS_BY_MODULE = (
     "pygame.surface",
     "pygame.font",
+    "pygame.freetype",
     "pygame.time",
     "gymnasium.envs.mujoco.mujoco_rendering",
     "mujoco.renderer",
     "mujoco.viewer",
     "logging",
     "_thread",
+    "multiprocessing.synchronize",
 )
 _REFUSED_BY_MODULE = ("multiprocessing", "subprocess", "socket", "concurrent")
 _CHANGING = ("_np_random", "mask")
@@ -297,12 +299,18 @@ def _save_object(saver: Saver, value: Any, at: str) -> Node:
     if hooked:
         attributes = {k: v for k, v in attributes.items() if k in _BESIDE_HOOKS}
     saved = {
-        name: saver.save(part, f"{at}.{name}")
-        for name, part in attributes.items()
-        if _kind(type(part)) != "ours"
+        name: saver.save(part, f"{at}.{name}") for name, part in attributes.items() if _own(part)
     }
     state = [saver.save(value.get_state(), f"{at}.get_state()")] if hooked else []
     return [number, _name(kind), saved, *state]
+
+
+def _own(value: Any) -> bool:
+    """Tell whether an attribute belongs to the state, and not to the making of an environment."""
+    kind = _kind(type(value))
+    if kind == "declared":
+        return any(getattr(owner, name) is not None for _, owner, name in _changing(value))
+    return kind != "ours"
 
 
 def _save_changing(saver: Saver, value: Any, at: str) -> Node:
@@ -338,6 +346,8 @@ def _save_resumable(saver: Saver, value: Any, at: str) -> Node:
 
 def _save_pickle(saver: Saver, value: Any, at: str) -> Node:
     what, data = f"{at} ({_name(type(value))})", io.BytesIO()
+    if _is_env(type(value)):
+        raise StateError(f"{what} keeps its state where it cannot be read")
     try:
         _NoEnvironments(data, pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as err:
@@ -531,7 +541,7 @@ def _load_object(loader: Loader, parts: Any, present: Any, at: str) -> Any:
         loader.packages.add(type(value).__module__.partition(".")[0])
     own = _attributes(value)
     for gone in own.keys() - attributes.keys() if not state else ():
-        if _kind(type(own[gone])) != "ours":
+        if _kind(type(own[gone])) not in ("ours", "declared"):
             object.__delattr__(value, gone)
     in_place = _OF_MODULES if isinstance(value, nn.Module) else ()
     for attribute, node in attributes.items():
@@ -606,8 +616,15 @@ def _load_resumable(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     return loader.note(number, present)
 
 
+def _is_shared(value: Any) -> bool:
+    """Tell whether a tensor is in memory that other processes may have."""
+    return bool(value.is_shared())
+
+
 def _load_tensor(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     number, data = parts
+    if isinstance(present, torch.Tensor) and _is_shared(present) and present.shape == data.shape:
+        return loader.note(number, present.copy_(data))
     return loader.note(number, data.clone())
 
 
@@ -617,7 +634,11 @@ def _load_tensordict(loader: Loader, parts: Any, present: Any, at: str) -> Any:
         dim, members = parts
         return LazyStackedTensorDict(*(loader.load(n, _ABSENT, at) for n in members), stack_dim=dim)
     batch, names, device, entries = parts
-    values = {name: loader.load(node, _ABSENT, at) for name, node in entries.items()}
+    shared = isinstance(present, TensorDict) and _is_shared(present)
+    own = dict(present.items()) if shared else {}
+    values = {n: loader.load(node, own.get(n, _ABSENT), at) for n, node in entries.items()}
+    if shared and all(values[name] is own.get(name) for name in values):
+        return present
     value = TensorDict(values, batch_size=batch, device=device)
     if any(names):
         value.names = names
@@ -649,7 +670,7 @@ _EXACTLY: dict[type, str] = {
     collections.deque: "deque",
     set: "set",
     tuple: "tuple",
-    torch.Size: "tuple",
+    torch.Size: "size",
     frozenset: "frozenset",
     dict: "dict",
     collections.OrderedDict: "ordered",
@@ -677,6 +698,7 @@ _SAVE: dict[str, Save] = {
     "deque": _save_numbered,
     "set": _save_numbered,
     "tuple": _save_items,
+    "size": _save_items,
     "frozenset": _save_items,
     "dict": _save_dict,
     "ordered": _save_dict,
@@ -706,6 +728,7 @@ _LOAD: dict[str, Load] = {
     "deque": _load_deque,
     "set": _load_set,
     "tuple": _load_tuple,
+    "size": lambda loader, parts, present, at: torch.Size(parts[0]),
     "frozenset": _load_frozenset,
     "dict": _load_plain_dict,
     "ordered": _load_ordered,

@@ -316,6 +316,7 @@ class PettingZooRows(EnvRows):
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         load_state(list(self.games), snapshot, allow_pickle)
+        self._show(self.games)  # what specs of actions allow
 
     def close(self) -> None:
         close_all(game.env for game in self.games)
