@@ -82,6 +82,8 @@ _CHANGING = ("_np_random", "mask")
 _BESIDE_HOOKS = ("_np_random", "action_space", "observation_space")
 """Attributes that are saved beside the state that a user's ``get_state`` returns."""
 _REPLACES_COPYING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__del__")
+_CACHED = ("_parent", "_container")
+"""Attributes in which TorchRL's transforms find their environment again."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT: Any = type("_Absent", (), {})()
 
@@ -142,6 +144,8 @@ def _find_kind(kind: type) -> str:
         return "declared"
     if simulator_of(kind) is not None:
         return "simulator"
+    if _has_hooks(kind):
+        return "hooked"
     visible = not _is_hidden(kind)
     return "object" if visible and (_is_env(kind) or _is_plain(kind)) else "pickle"
 
@@ -294,15 +298,23 @@ def _save_generator(saver: Saver, value: Any, at: str) -> Node:
 
 
 def _save_object(saver: Saver, value: Any, at: str) -> Node:
-    number, kind, attributes = saver.number(value), type(value), _attributes(value)
-    hooked = _has_hooks(kind)
-    if hooked:
-        attributes = {k: v for k, v in attributes.items() if k in _BESIDE_HOOKS}
-    saved = {
-        name: saver.save(part, f"{at}.{name}") for name, part in attributes.items() if _own(part)
-    }
-    state = [saver.save(value.get_state(), f"{at}.get_state()")] if hooked else []
-    return [number, _name(kind), saved, *state]
+    attributes = _attributes(value)
+    for name in _CACHED if isinstance(value, nn.Module) else ():
+        attributes.pop(name, None)
+    return _save_attributes(saver, value, attributes, at)
+
+
+def _save_hooked(saver: Saver, value: Any, at: str) -> Node:
+    beside = {k: v for k, v in _attributes(value).items() if k in _BESIDE_HOOKS}
+    saved = _save_attributes(saver, value, beside, at)
+    return [*saved, saver.save(value.get_state(), f"{at}.get_state()")]
+
+
+def _save_attributes(saver: Saver, value: Any, attributes: Mapping[str, Any], at: str) -> Node:
+    number = saver.number(value)
+    parts = {name: part for name, part in attributes.items() if _own(part)}
+    saved = {name: saver.save(part, f"{at}.{name}") for name, part in parts.items()}
+    return [number, _name(type(value)), saved]
 
 
 def _own(value: Any) -> bool:
@@ -528,7 +540,7 @@ def _loads_by(make: Callable[[], Any], method: str) -> Load:
 
 
 def _load_object(loader: Loader, parts: Any, present: Any, at: str) -> Any:
-    number, name, attributes, *state = parts
+    number, name, attributes = parts
     if loader.reusable(present, name):
         value = present
     else:
@@ -540,19 +552,33 @@ def _load_object(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     if _is_env(type(value)):
         loader.packages.add(type(value).__module__.partition(".")[0])
     own = _attributes(value)
-    for gone in own.keys() - attributes.keys() if not state else ():
+    for gone in own.keys() - attributes.keys() - {*_CACHED}:
         if _kind(type(own[gone])) not in ("ours", "declared"):
             object.__delattr__(value, gone)
+    _load_attributes(loader, value, attributes, own, at)
+    return value
+
+
+def _load_hooked(loader: Loader, parts: Any, present: Any, at: str) -> Any:
+    number, name, attributes, state = parts
+    if not loader.reusable(present, name):
+        raise StateError(f"{at} is no {name}, as it was when the state was saved")
+    loader.note(number, present)
+    _load_attributes(loader, present, attributes, _attributes(present), at)
+    present.set_state(loader.load(state, _ABSENT, at))
+    return present
+
+
+def _load_attributes(
+    loader: Loader, value: Any, attributes: Mapping[str, Any], own: Mapping[str, Any], at: str
+) -> None:
     in_place = _OF_MODULES if isinstance(value, nn.Module) else ()
-    for attribute, node in attributes.items():
-        where, there = f"{at}.{attribute}", own.get(attribute, _ABSENT)
-        if attribute in in_place and isinstance(there, dict):
+    for name, node in attributes.items():
+        where, there = f"{at}.{name}", own.get(name, _ABSENT)
+        if name in in_place and isinstance(there, dict):
             _load_module_part(loader, node, there, where)
         else:
-            object.__setattr__(value, attribute, loader.load(node, there, where))
-    if state:
-        value.set_state(loader.load(state[0], _ABSENT, at))
-    return value
+            object.__setattr__(value, name, loader.load(node, there, where))
 
 
 def _load_module_part(loader: Loader, node: Any, present: dict[str, Any], at: str) -> None:
@@ -718,6 +744,7 @@ _SAVE: dict[str, Save] = {
     "declared": _save_changing,
     "simulator": _save_simulator,
     "object": _save_object,
+    "hooked": _save_hooked,
     "resumable": _save_resumable,
     "ours": lambda saver, value, at: [],
     "refused": _save_refused,
@@ -748,6 +775,7 @@ _LOAD: dict[str, Load] = {
     "declared": _load_changing,
     "simulator": _load_simulator,
     "object": _load_object,
+    "hooked": _load_hooked,
     "resumable": _load_resumable,
     "ours": _load_ours,
     "pickle": _load_pickle,

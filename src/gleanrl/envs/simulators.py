@@ -48,32 +48,38 @@ _MODEL_BYTES = 1 << 16
 """Arrays of a model that are larger (textures, meshes) are only compared."""
 
 
-_names: dict[str, list[str]] = {}
-"""By the name of a MuJoCo structure, the names of its data."""
+_names: dict[str, tuple[list[str], list[str]]] = {}
+"""By the name of a MuJoCo structure, the names of its arrays, and of its numbers and flags."""
 
 
-def _fields(data: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of a MuJoCo structure, and the names of its numbers and flags."""
+def _names_of(data: Any) -> tuple[list[str], list[str]]:
     kind = type(data)
-    if kind.__name__ not in _names:
-        data_of = (n for n in dir(kind) if isinstance(getattr(kind, n), property))
-        _names[kind.__name__] = [name for name in data_of if not name.startswith("_")]
-    found = {name: getattr(data, name) for name in _names[kind.__name__]}
-    arrays = {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
-    return arrays, [name for name, value in found.items() if type(value) in (bool, float)]
+    if (names := _names.get(kind.__name__)) is None:
+        named = [name for name in dir(kind) if not name.startswith("_")]
+        values = {n: getattr(data, n) for n in named if isinstance(getattr(kind, n), property)}
+        names = _names[kind.__name__] = (
+            [name for name, value in values.items() if isinstance(value, np.ndarray)],
+            [name for name, value in values.items() if type(value) in (bool, float)],
+        )
+    return names
 
 
-def _save_arrays(arrays: dict[str, Any]) -> list[Any]:
-    sizes = torch.tensor([value.nbytes for value in arrays.values()])
-    return [sizes, as_tensor(b"".join([value.tobytes() for value in arrays.values()]))]
+def _arrays(data: Any) -> list[Any]:
+    return [getattr(data, name) for name in _names_of(data)[0]]
 
 
-def _load_arrays(arrays: dict[str, Any], sizes: torch.Tensor, joined: torch.Tensor) -> None:
+def _save_arrays(arrays: list[Any]) -> list[Any]:
+    sizes = np.array([value.nbytes for value in arrays])
+    joined = b"".join([value.tobytes() for value in arrays])
+    return [torch.from_numpy(sizes), as_tensor(joined)]
+
+
+def _load_arrays(arrays: list[Any], sizes: torch.Tensor, joined: torch.Tensor) -> None:
     """Write arrays that have the same size; those of contacts follow from the next step."""
     if len(sizes) != len(arrays):
         raise StateError("it was saved by another version of MuJoCo")
     data, start = as_bytes(joined), 0
-    for value, size in zip(arrays.values(), sizes.tolist(), strict=True):
+    for value, size in zip(arrays, sizes.tolist(), strict=True):
         if size and value.nbytes == size:
             value[...] = np.frombuffer(data, value.dtype, value.size, start).reshape(value.shape)
         start += size
@@ -93,9 +99,8 @@ def _save_data(data: Any) -> list[Any]:
     """
     mujoco, spec, state = _physics(data)
     mujoco.mj_getState(data.model, data, state, spec)
-    arrays, numbers = _fields(data)
-    values = {name: getattr(data, name) for name in numbers}
-    return [torch.from_numpy(state), values, *_save_arrays(arrays)]
+    numbers = {name: getattr(data, name) for name in _names_of(data)[1]}
+    return [torch.from_numpy(state), numbers, *_save_arrays(_arrays(data))]
 
 
 def _load_data(data: Any, saved: Any) -> None:
@@ -106,30 +111,32 @@ def _load_data(data: Any, saved: Any) -> None:
     mujoco.mj_setState(data.model, data, state.numpy(), spec)
     mujoco.mj_forward(data.model, data)  # finds contacts, and changes the state
     mujoco.mj_setState(data.model, data, state.numpy(), spec)
-    _load_arrays(_fields(data)[0], *arrays)
+    _load_arrays(_arrays(data), *arrays)
     for name, value in numbers.items():
         setattr(data, name, value)
 
 
-_newest_model: tuple[Any, list[Any]] = None, []
+_newest_model: tuple[Any, list[Any]] = np.empty(0, np.int64), []
 """The bytes of the model that was looked at last, and its state: models of a batch are alike."""
+_scratch = np.empty(0, np.int64)
 
 
 def _save_model(model: Any) -> list[Any]:
-    global _newest_model
+    global _newest_model, _scratch
     mujoco = sys.modules["mujoco"]
-    data = np.empty(mujoco.mj_sizeModel(model), np.uint8)
-    mujoco.mj_saveModel(model, None, data)
+    size = mujoco.mj_sizeModel(model)
+    if _scratch.nbytes - size not in range(8):
+        _scratch = np.zeros(-(-size // 8), np.int64)
+    mujoco.mj_saveModel(model, None, _scratch.view(np.uint8)[:size])
     before, saved = _newest_model
-    if before is None or not np.array_equal(before, data):
-        saved = [zlib.crc32(data.tobytes()), *_save_arrays(_settings(model))]
-        _newest_model = data, saved
+    if before.shape != _scratch.shape or (before != _scratch).any():
+        saved = [zlib.crc32(_scratch.tobytes()), *_save_arrays(_settings(model))]
+        _newest_model = _scratch.copy(), saved
     return saved
 
 
-def _settings(model: Any) -> dict[str, Any]:
-    arrays, _ = _fields(model)
-    return {name: value for name, value in arrays.items() if value.nbytes <= _MODEL_BYTES}
+def _settings(model: Any) -> list[Any]:
+    return [value for value in _arrays(model) if value.nbytes <= _MODEL_BYTES]
 
 
 def _load_model(model: Any, saved: Any) -> None:
