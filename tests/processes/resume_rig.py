@@ -120,6 +120,7 @@ def policy_of(kind, recurrent=False):
         "mujoco": 17,
         "atari": 256,
         "walk": 2,
+        "numbers": 1,
     }
     act(torch.zeros(*[1] * (DIMS.get(kind, 1) - 1), width[kind]))
     return TensorDictModule(act, ["observation"], ["action"])
