@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
-from gleanrl.collectors.states import restore, state_of
+from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -423,6 +424,61 @@ class BaseCollector(Controls, IterableDataset[Any]):
         why = restore(self.collection, state_dict, strict, allow_pickle)
         if why is not None and self._worker_idx is None:  # else the outer one says so
             warn(why)
+
+    @for_users
+    def save(
+        self, path: str | os.PathLike[str], *, keep: int = 1, allow_pickle: bool = False
+    ) -> None:
+        """Write the `state_dict` to a file, without pickle.
+
+        The file at ``path`` is a complete one at any moment, whatever ends the program. It holds
+        numbers, strings and tensors, and a checksum.
+
+        Args:
+            path: The file.
+            keep: The number of files to keep: earlier ones are ``path.1``, ``path.2`` and so on.
+            allow_pickle: Pickle objects of environments that cannot be saved in another way.
+
+        Raises:
+            NeedsPickle: names such an object. Nothing was written.
+            OSError: the disk is full. Earlier files stay.
+
+        Example:
+            >>> import tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> path = f"{tempfile.mkdtemp()}/collector.state"
+            >>> with Collector("CartPole-v1", frames_per_batch=100) as collector:
+            ...     first = collector.next()
+            ...     collector.save(path)
+            ...     second = collector.next()
+            >>> with Collector("CartPole-v1", frames_per_batch=100) as collector:
+            ...     collector.load(path)
+            ...     collector.stats()["frames"]
+            100
+        """
+        keep = check_int("keep", keep, least=1)
+        state = self.state_dict(allow_pickle=allow_pickle)
+        save_to(self.collection, Path(path), type(self).__name__, state, keep)
+
+    @for_users
+    def load(
+        self, path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+    ) -> None:
+        """Continue from a file of `save`; see `load_state_dict`.
+
+        Args:
+            path: The file.
+            strict: Whether all entries must be there.
+            allow_pickle: Unpickle objects of environments, which can run any code.
+
+        Raises:
+            ConfigError: no such file, a damaged one, one of a later version or of another number of
+                workers, or one with pickled objects, which are not allowed. Nothing was loaded.
+            WeightsError: the policy's weights do not fit; nothing was loaded.
+        """
+        name = type(self).__name__
+        state = read_from(self.collection, Path(path), name, allow_pickle)
+        self.load_state_dict(state, strict, allow_pickle=allow_pickle)
 
     # -- what it shows ---------------------------------------------------------------------------
 

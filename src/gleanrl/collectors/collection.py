@@ -57,6 +57,8 @@ class Collection:
         """The seeds of the workers since their start or since a state was loaded."""
         self.restarted: str | None = None
         """Which environments began new episodes with the last loaded state, and why."""
+        self.warned_of_episodes = False
+        """Whether the user knows that states have no episodes."""
         self._requested_at: float | None = None
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from gleanrl.collectors import state_files
 from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.replacing import reseeded
-from gleanrl.envs.plain_state import load_state, save_state
-from gleanrl.envs.simulators import as_bytes, as_tensor
+from gleanrl.envs.plain_state import load_state, pickled_parts, save_state
+from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 
 OF_ALL = ("frames", "iter", "statistics", "schedule", "trajectories", "undelivered", "ready")
 """Entries that are not those of one worker."""
@@ -52,6 +55,57 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             "undelivered": list(map(_rollout_state, undelivered)),
             "ready": list(map(save_state, collection.ready)),
         }
+
+
+def save_to(
+    collection: Collection, path: Path, name: str, state: Mapping[str, Any], keep: int
+) -> None:
+    """Write a state of ``collection`` to a file.
+
+    Raises:
+        NeedsPickle: names a part of an environment that can only be pickled.
+        OSError: the disk is full; earlier files stay.
+    """
+    for why in _new_episodes(state):
+        if why.get("pickle"):
+            raise NeedsPickle(f"nothing was saved: {why['why']}")
+        if not collection.warned_of_episodes:
+            collection.warned_of_episodes = True
+            warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
+    pickled = sorted(set(pickled_parts(state)))
+    facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
+    state_files.write(path, facts, state, keep)
+
+
+def read_from(collection: Collection, path: Path, name: str, allow_pickle: bool) -> dict[str, Any]:
+    """Read a state for ``collection`` from a file.
+
+    Raises:
+        ConfigError: a file of another kind, damaged, of a later version, or of a collector with
+            another number of workers; or one with pickled parts, which are not allowed.
+    """
+    facts, state = state_files.read(path)
+    if facts["pickled"] and not allow_pickle:
+        raise ConfigError(
+            f"{path} has pickled parts ({', '.join(map(str, facts['pickled'][:4]))}), which can "
+            "run any code: pass allow_pickle=True if you trust the file"
+        )
+    workers = collection.engine.workers
+    if (facts["workers"], facts["collector"] == "Collector") != (workers, name == "Collector"):
+        raise ConfigError(
+            f"{path} holds the state of a {facts['collector']} with {facts['workers']} workers; "
+            f"this is a {name} with {workers}"
+        )
+    return dict(state)
+
+
+def _new_episodes(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield why environments of workers, also of those in workers, have no state."""
+    for name, part in state.items() if isinstance(state, Mapping) else ():
+        if name == "episodes" and isinstance(part, Mapping) and "why" in part:
+            yield part
+        else:
+            yield from _new_episodes(part)
 
 
 def _rollout_state(rollout: Undelivered) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import enum
 import functools
 import inspect
 import io
+import operator
 import pathlib
 import pickle
 import random
@@ -88,28 +89,45 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT: Any = type("_Absent", (), {})()
 
 
-def save_state(value: Any, allow_pickle: bool = False) -> Node:
-    """Return the state of an environment, or of a list of them.
+def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
+    """Return the state of an environment, or of a list of them, which errors call ``at``.
 
     Raises:
         StateError: names a part whose state cannot be saved.
         NeedsPickle: names a part that can only be pickled.
     """
-    return Saver(allow_pickle).save(value, "env")
+    return Saver(allow_pickle).save(value, at)
+
+
+def pickled_parts(state: Any) -> Iterator[str]:
+    """Yield the places of everything in a state that was pickled."""
+    if isinstance(state, (list, tuple)):
+        if len(state) == 4 and state[0] == "pickle" and isinstance(state[3], torch.Tensor):
+            yield str(state[2])
+        for part in state:
+            yield from pickled_parts(part)
+    elif isinstance(state, dict):
+        for part in state.values():
+            yield from pickled_parts(part)
 
 
 def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
     """Load a state from `save_state` into environments that were made alike; return them.
 
+    Nothing changes before all parts were read.
+
     Raises:
         StateError: it does not fit; the environments have to be reset.
     """
+    loader = Loader(allow_pickle)
     try:
-        return Loader(allow_pickle).load(state, value, "env")
+        loaded = loader.load(state, value, "env")
+        loader.finish()
     except StateError:
         raise
     except Exception as err:  # a state may come from anyone
         raise StateError(f"it does not fit: {type(err).__name__}: {err}") from err
+    return loaded
 
 
 # -- classes ---------------------------------------------------------------------------------------
@@ -366,7 +384,7 @@ def _save_pickle(saver: Saver, value: Any, at: str) -> Node:
         raise StateError(f"{what} cannot be saved: {err}") from err
     if not saver.allow_pickle:
         raise NeedsPickle(f"{what} can only be pickled: pass allow_pickle=True")
-    return [saver.number(value), as_tensor(data.getvalue())]
+    return [saver.number(value), what, as_tensor(data.getvalue())]
 
 
 class _NoEnvironments(pickle.Pickler):
@@ -387,6 +405,7 @@ class Loader:
         """Start with nothing loaded."""
         self.allow_pickle = allow_pickle
         self._found: dict[int, Any] = {}
+        self._due: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []
         self._used: set[int] = set()
         self.packages: set[str] = set()
         """Packages of the environments, whose other classes may be made."""
@@ -399,6 +418,15 @@ class Loader:
         if kind == "same":
             return self._found[parts[0]]
         return _LOAD[kind](self, parts, present, at)
+
+    def later(self, call: Callable[..., Any], *args: Any, order: int = 1) -> None:
+        """Change an object of the environment once all parts were read; lower orders first."""
+        self._due.append((order, call, args))
+
+    def finish(self) -> None:
+        """Make all changes."""
+        for _, call, args in sorted(self._due, key=operator.itemgetter(0)):
+            call(*args)
 
     def note(self, number: int, value: Any) -> Any:
         """Have later parts refer to ``value`` by ``number``."""
@@ -499,7 +527,7 @@ def _load_array(loader: Loader, parts: Any, present: Any, at: str) -> Any:
         value = data[0].numpy().copy()
         value = value.T if form == "T" else value
     if isinstance(present, np.ndarray) and _shows_other_memory(present, value):
-        present[...] = value
+        loader.later(np.copyto, present, value)
         value = present
     return loader.note(number, value)
 
@@ -522,7 +550,7 @@ def _load_generator(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     kind = {bits.__name__: bits for bits in _BIT_GENERATORS}[name]
     same = loader.reusable(present, np.random.Generator)
     value = present if same and type(present.bit_generator) is kind else np.random.Generator(kind())
-    value.bit_generator.state = loader.load(node, _ABSENT, at)
+    loader.later(setattr, value.bit_generator, "state", loader.load(node, _ABSENT, at))
     return loader.note(number, value)
 
 
@@ -533,7 +561,7 @@ def _loads_by(make: Callable[[], Any], method: str) -> Load:
         number, node = parts
         fresh = make()
         value = present if loader.reusable(present, type(fresh)) else fresh
-        getattr(value, method)(loader.load(node, _ABSENT, at))
+        loader.later(getattr(value, method), loader.load(node, _ABSENT, at))
         return loader.note(number, value)
 
     return load
@@ -552,9 +580,9 @@ def _load_object(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     if _is_env(type(value)):
         loader.packages.add(type(value).__module__.partition(".")[0])
     own = _attributes(value)
-    for gone in own.keys() - attributes.keys() - {*_CACHED}:
-        if _kind(type(own[gone])) not in ("ours", "declared"):
-            object.__delattr__(value, gone)
+    for new in own.keys() - attributes.keys() - {*_CACHED}:
+        if own[new] is not None and _kind(type(own[new])) not in ("ours", "declared"):
+            raise StateError(f"{at} has {new}, which was not there when the state was saved")
     _load_attributes(loader, value, attributes, own, at)
     return value
 
@@ -565,7 +593,7 @@ def _load_hooked(loader: Loader, parts: Any, present: Any, at: str) -> Any:
         raise StateError(f"{at} is no {name}, as it was when the state was saved")
     loader.note(number, present)
     _load_attributes(loader, present, attributes, _attributes(present), at)
-    present.set_state(loader.load(state, _ABSENT, at))
+    loader.later(present.set_state, loader.load(state, _ABSENT, at), order=2)
     return present
 
 
@@ -578,7 +606,7 @@ def _load_attributes(
         if name in in_place and isinstance(there, dict):
             _load_module_part(loader, node, there, where)
         else:
-            object.__setattr__(value, name, loader.load(node, there, where))
+            loader.later(object.__setattr__, value, name, loader.load(node, there, where))
 
 
 def _load_module_part(loader: Loader, node: Any, present: dict[str, Any], at: str) -> None:
@@ -589,11 +617,10 @@ def _load_module_part(loader: Loader, node: Any, present: dict[str, Any], at: st
         own = present.get(name)
         value = loader.load(part, own, f"{at}[{name!r}]")
         if isinstance(own, torch.Tensor) and value is not own and value.shape == own.shape:
-            with torch.no_grad():
-                own.copy_(value)
+            loader.later(own.data.copy_, value)
             loader.note(part[1], own)
         else:
-            present[name] = value
+            loader.later(present.__setitem__, name, value)
 
 
 def _load_changing(loader: Loader, parts: Any, present: Any, at: str) -> Any:
@@ -604,7 +631,8 @@ def _load_changing(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     owners = {place: (owner, name) for place, owner, name in _changing(present)}
     for place, node in saved.items():
         owner, name = owners[place]
-        object.__setattr__(owner, name, loader.load(node, getattr(owner, name), at + place))
+        value = loader.load(node, getattr(owner, name), at + place)
+        loader.later(object.__setattr__, owner, name, value)
     return present
 
 
@@ -627,18 +655,22 @@ def _load_simulator(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     simulator = simulator_of(type(present))
     if simulator is None or not loader.reusable(present, name):
         raise StateError(f"{at} is no {name}, as it was when the state was saved")
+    loader.later(_restore_simulator, simulator[1], present, saved, at, order=0)
+    return loader.note(number, present)
+
+
+def _restore_simulator(restore: Callable[..., None], present: Any, saved: Any, at: str) -> None:
     try:
-        simulator[1](present, saved)
+        restore(present, saved)
     except StateError as err:
         raise StateError(f"{at}: {err}") from err
-    return loader.note(number, present)
 
 
 def _load_resumable(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     number, snapshot = parts
     if not isinstance(present, Resumable):
         raise StateError(f"{at} is another kind of environment than when the state was saved")
-    present.resume(snapshot, loader.allow_pickle)
+    loader.later(present.resume, snapshot, loader.allow_pickle, order=0)
     return loader.note(number, present)
 
 
@@ -650,7 +682,8 @@ def _is_shared(value: Any) -> bool:
 def _load_tensor(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     number, data = parts
     if isinstance(present, torch.Tensor) and _is_shared(present) and present.shape == data.shape:
-        return loader.note(number, present.copy_(data))
+        loader.later(present.copy_, data)
+        return loader.note(number, present)
     return loader.note(number, data.clone())
 
 
@@ -678,7 +711,7 @@ def _load_nontensor(loader: Loader, parts: Any, present: Any, at: str) -> Any:
 def _load_pickle(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     if not loader.allow_pickle:
         raise NeedsPickle(f"{at} was pickled: pass allow_pickle=True if you trust the state")
-    number, data = parts
+    number, _, data = parts
     return loader.note(number, pickle.loads(as_bytes(data)))
 
 
