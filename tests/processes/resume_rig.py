@@ -121,6 +121,7 @@ def policy_of(kind, recurrent=False):
         "atari": 256,
         "walk": 2,
         "numbers": 1,
+        "cartpole": 4,
     }
     act(torch.zeros(*[1] * (DIMS.get(kind, 1) - 1), width[kind]))
     return TensorDictModule(act, ["observation"], ["action"])

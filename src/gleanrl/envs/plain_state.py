@@ -156,6 +156,8 @@ def _find_kind(kind: type) -> str:
     for name, base in _DERIVED.items():
         if issubclass(kind, base):
             return name
+    if kind.__bases__ == (tuple,) and "_fields" in vars(kind):
+        return "named"
     if kind.__module__.startswith(_REFUSED_BY_MODULE):
         return "refused"
     if any(base.__module__.startswith("torchrl.data.tensor_specs") for base in kind.__mro__):
@@ -541,6 +543,15 @@ def _shows_other_memory(array: Any, like: Any) -> bool:
     return array.base is not None and bool(array.flags.writeable)
 
 
+def _load_bytearray(loader: Loader, parts: Any, present: Any, at: str) -> Any:
+    number, data = parts
+    value = bytearray(as_bytes(data))
+    if isinstance(present, bytearray) and len(present) == len(value):  # arrays may show it
+        loader.later(present.__setitem__, slice(None), value)
+        value = present
+    return loader.note(number, value)
+
+
 def _load_scalar(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     return np.dtype(parts[0]).type(parts[1])
 
@@ -648,6 +659,14 @@ def _load_enum(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     if not issubclass(kind, enum.Enum):
         raise StateError(f"{at}: {name} is no enumeration")
     return kind[member]
+
+
+def _load_named(loader: Loader, parts: Any, present: Any, at: str) -> Any:
+    name, items = parts
+    kind = type(present) if _name(type(present)) == name else loader.class_named(name, at)
+    if _kind(kind) != "named":
+        raise StateError(f"{at}: {name} is no named tuple")
+    return tuple.__new__(kind, _fill(loader, [], items, present, at))
 
 
 def _load_simulator(loader: Loader, parts: Any, present: Any, at: str) -> Any:
@@ -774,6 +793,7 @@ _SAVE: dict[str, Save] = {
     "tensordict": _save_tensordict,
     "nontensor": lambda s, v, at: [s.save(v.data, at), list(v.batch_size)],
     "enum": lambda saver, value, at: [_name(type(value)), value.name],
+    "named": lambda s, value, at: [_name(type(value)), *_save_items(s, value, at)],
     "declared": _save_changing,
     "simulator": _save_simulator,
     "object": _save_object,
@@ -794,7 +814,7 @@ _LOAD: dict[str, Load] = {
     "ordered": _load_ordered,
     "defaultdict": _load_default_dict,
     "bytes": lambda loader, parts, present, at: as_bytes(parts[0]),
-    "bytearray": lambda loader, parts, _, at: loader.note(parts[0], bytearray(as_bytes(parts[1]))),
+    "bytearray": _load_bytearray,
     "array": _load_array,
     "scalar": _load_scalar,
     "generator": _load_generator,
@@ -805,6 +825,7 @@ _LOAD: dict[str, Load] = {
     "tensordict": _load_tensordict,
     "nontensor": _load_nontensor,
     "enum": _load_enum,
+    "named": _load_named,
     "declared": _load_changing,
     "simulator": _load_simulator,
     "object": _load_object,
