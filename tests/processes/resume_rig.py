@@ -1,11 +1,16 @@
-"""Environments and policies for the law of exact resume, importable by another process."""
+"""Environments, policies and the law of exact resume, importable by another process."""
+
+import io
+import warnings
 
 import gymnasium as gym
+import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from gleanrl.collectors import Collector, MultiSyncCollector
 from gleanrl.data import Categorical, Composite, Unbounded
 from gleanrl.envs import EnvBase
 
@@ -125,3 +130,67 @@ def policy_of(kind, recurrent=False):
     }
     act(torch.zeros(*[1] * (DIMS.get(kind, 1) - 1), width[kind]))
     return TensorDictModule(act, ["observation"], ["action"])
+
+
+class Odd(gym.Wrapper):
+    """Keeps something that can only be pickled."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        self.when = 3 + 4j
+
+
+# -- the law ---------------------------------------------------------------------------------------
+
+BEFORE, AFTER = 3, 4
+VECTOR = ("next_step", "same_step")
+
+
+def make(kind, where="one", *, recurrent=False, steps=30, **kwargs):
+    """Return a collector of two environments per worker."""
+    policy = policy_of(kind, recurrent)
+    if kind not in VECTOR:
+        kwargs["num_envs"] = 2
+    if where == "one":
+        return Collector(ENVS[kind], policy, frames_per_batch=2 * steps, **kwargs)
+    workers = {"num_workers": 2, "frames_per_batch": 4 * steps, **kwargs}
+    if where == "central":
+        return MultiSyncCollector(ENVS[kind], policy, inference="central", **workers)
+    return MultiSyncCollector(ENVS[kind], policy, cat_results=0, **workers)
+
+
+def take(collector, count):
+    return [collector.next().clone() for _ in range(count)]
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one, other):
+    keys = set(one.keys(True, True))
+    return keys == set(other.keys(True, True)) and all(
+        torch.equal(torch.nan_to_num(one[key]), torch.nan_to_num(other[key])) for key in keys
+    )
+
+
+def statistics(collector):
+    names = ("episodes", "return_mean", "length_mean", "frames", "batches", "policy_version")
+    return {name: collector.stats()[name] for name in names}
+
+
+def check_law(build, before=BEFORE):
+    with build() as collector:
+        collector.set_seed(7)
+        take(collector, before)
+        state = through_a_file(collector.state_dict())
+        expected, stats = take(collector, AFTER), statistics(collector)
+    with build() as other, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(state)
+        found = take(other, AFTER)
+        assert all(map(same, found, expected))
+        assert statistics(other) == pytest.approx(stats, nan_ok=True)

@@ -1,75 +1,33 @@
 """The law of exact resume: after a load, batches are those of the run that was not interrupted."""
 
-import io
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from resume_rig import ENVS, Walk, policy_of, wrapped_cartpole
+from resume_rig import (
+    AFTER,
+    BEFORE,
+    ENVS,
+    VECTOR,
+    Odd,
+    Walk,
+    check_law,
+    make,
+    policy_of,
+    same,
+    take,
+    through_a_file,
+    wrapped_cartpole,
+)
 
 from gleanrl import ReplayBuffer
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.data import LazyTensorStorage
 from gleanrl.envs import ParallelEnv, SerialEnv
-
-BEFORE, AFTER = 3, 4
-VECTOR = ("next_step", "same_step")
-
-
-def make(kind, where="one", *, recurrent=False, steps=30, **kwargs):
-    """Return a collector of two environments per worker."""
-    policy = policy_of(kind, recurrent)
-    if kind not in VECTOR:
-        kwargs["num_envs"] = 2
-    if where == "one":
-        return Collector(ENVS[kind], policy, frames_per_batch=2 * steps, **kwargs)
-    workers = {"num_workers": 2, "frames_per_batch": 4 * steps, **kwargs}
-    if where == "central":
-        return MultiSyncCollector(ENVS[kind], policy, inference="central", **workers)
-    return MultiSyncCollector(ENVS[kind], policy, cat_results=0, **workers)
-
-
-def take(collector, count):
-    return [collector.next().clone() for _ in range(count)]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same(one, other):
-    keys = set(one.keys(True, True))
-    return keys == set(other.keys(True, True)) and all(
-        torch.equal(torch.nan_to_num(one[key]), torch.nan_to_num(other[key])) for key in keys
-    )
-
-
-def statistics(collector):
-    names = ("episodes", "return_mean", "length_mean", "frames", "batches", "policy_version")
-    return {name: collector.stats()[name] for name in names}
-
-
-def check_law(build, before=BEFORE):
-    with build() as collector:
-        collector.set_seed(7)
-        take(collector, before)
-        state = through_a_file(collector.state_dict())
-        expected, stats = take(collector, AFTER), statistics(collector)
-    with build() as other, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state_dict(state)
-        found = take(other, AFTER)
-        assert all(map(same, found, expected))
-        assert statistics(other) == pytest.approx(stats, nan_ok=True)
-
 
 CASES = [
     (kind, where)
@@ -144,7 +102,7 @@ def test_a_new_process_continues(tmp_path):
         torch.save(collector.state_dict(), tmp_path / "state.pt")
         torch.save([batch.to_dict() for batch in take(collector, AFTER)], tmp_path / "expected.pt")
     script = (
-        "import sys, torch, test_resume as t\n"
+        "import sys, torch, resume_rig as t\n"
         "from tensordict import TensorDict\n"
         "if __name__ == '__main__':\n"
         "    with t.make('wrappers', 'sync') as collector:\n"
@@ -268,14 +226,6 @@ def test_environments_that_cannot_continue_are_named_once():
             other.load_state_dict(state)
         assert len(caught) == 1
         assert (other.next()["collector", "traj_ids"][:, 0] >= 2).all()
-
-
-class Odd(gym.Wrapper):
-    """Keeps something that can only be pickled."""
-
-    def __init__(self):
-        super().__init__(gym.make("CartPole-v1"))
-        self.when = 3 + 4j
 
 
 def test_a_part_that_needs_pickle_is_named():

@@ -9,8 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from resume_rig import policy_of, wrapped_cartpole
-from test_resume import check_law
+from resume_rig import check_law, policy_of, wrapped_cartpole
 
 from gleanrl import DistributedCollector
 from gleanrl.collectors import Collector

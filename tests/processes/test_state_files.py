@@ -8,7 +8,7 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from test_resume import AFTER, BEFORE, Odd, make, same, take
+from resume_rig import AFTER, BEFORE, Odd, make, same, take
 
 from gleanrl import ConfigError
 from gleanrl.collectors import Collector, MultiSyncCollector
