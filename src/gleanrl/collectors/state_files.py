@@ -23,7 +23,8 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.version import __version__
-from gleanrl.envs.plain_state import load_state, save_state
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 from gleanrl.memory import tensor_files
 
 _MAGIC = b"GleanRL collector state\n"

@@ -14,8 +14,9 @@ from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.replacing import reseeded
-from gleanrl.envs.plain_state import load_state, pickled_parts, save_state
+from gleanrl.envs.plain_state import pickled_parts, save_state
 from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
+from gleanrl.envs.state_loading import load_state
 
 OF_ALL = ("frames", "iter", "statistics", "schedule", "trajectories", "undelivered", "ready")
 """Entries that are not those of one worker."""

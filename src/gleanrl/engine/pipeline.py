@@ -16,7 +16,8 @@ from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
-from gleanrl.envs.plain_state import load_state, save_state
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100

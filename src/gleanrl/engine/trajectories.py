@@ -26,7 +26,8 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.window import Array
-from gleanrl.envs.plain_state import load_state, save_state
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 
 _INVALID = -1
 _MAX_CHUNKS = 64

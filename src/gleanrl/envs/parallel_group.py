@@ -22,11 +22,13 @@ from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
-from gleanrl.envs.plain_state import Node, Resumable, load_state, save_state
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
+from gleanrl.envs.state_kinds import Node, Resumable
+from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.tensordict import (
     EnvMetaData,
     TensorDictHandle,

@@ -13,8 +13,8 @@ from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
-from gleanrl.envs.plain_state import Node
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
 from gleanrl.memory.arena import batch_rows
 

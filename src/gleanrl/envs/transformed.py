@@ -15,9 +15,9 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
-from gleanrl.envs.plain_state import Node
 from gleanrl.envs.recorded_step import FLAGS, RecordedStep
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
 from gleanrl.envs.torchrl_parts import Parts, Unproven, parts_of, unproven_on_error
 

@@ -26,8 +26,8 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
 from gleanrl.envs.parallel_group import EnvGroupInfo
 from gleanrl.envs.parallel_worker import STEP, EnvWorkerBuilder
-from gleanrl.envs.plain_state import Node
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup

@@ -17,9 +17,9 @@ from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.parallel_group import RowsInfo
 from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
-from gleanrl.envs.plain_state import Node
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.simulators import StateError
+from gleanrl.envs.state_kinds import Node
 from gleanrl.parallel.env_workers import WorkerGroup
 
 
