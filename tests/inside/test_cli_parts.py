@@ -23,6 +23,7 @@ from gleanrl.cli.bench_command import Result, Results, settings_to_try
 from gleanrl.cli.collect_command import rounded_frames
 from gleanrl.cli.command_options import BenchOptions, CollectOptions
 from gleanrl.cli.main import parser
+from gleanrl.core.cgroups import usable_cores
 from gleanrl.recording.episode_stats import EpisodeStats, summary
 from gleanrl.watch.progress import Display, describe, plain
 
@@ -240,16 +241,25 @@ def test_the_advised_call_makes_the_collector(asked):
         assert (batch["action"] == 1).all()
 
 
-def test_what_is_tried_suits_the_cores(monkeypatch, tmp_path):
+def test_what_is_tried_suits_the_cores(tmp_path):
     tried = settings_to_try(BenchOptions(env="CartPole-v1", num_envs=(1, 8)), cores=8)
     assert tried == [setting(w, n) for w in (None, 4, 8) for n in (1, 8)]
     tried = settings_to_try(BenchOptions(env="CartPole-v1", num_envs=(2,), workers=(3,)), cores=8)
     assert tried == [setting(None, 2), setting(3, 2)]
-    own = len(os.sched_getaffinity(0))
-    for text, cores in (("max 100000", own), ("50000 100000", 1), ("90000000 100000", own)):
-        (tmp_path / "cpu.max").write_text(text)
-        monkeypatch.setattr(topology, "_CPU_QUOTA", tmp_path / "cpu.max")
-        assert topology.usable_cores() == cores
+    own, group = len(os.sched_getaffinity(0)), tmp_path / "sys/fs/cgroup"
+    for folder in (group / "job", group / "cpu/job", tmp_path / "proc/self"):
+        folder.mkdir(parents=True)
+    for line, file, text, cores in (
+        ("0::/", "cpu.max", "max 100000", own),
+        ("0::/job", "cpu.max", "50000 100000", 1),  # of a group around its own
+        ("0::/job", "job/cpu.max", "90000000 100000", 1),
+        ("3:cpu,cpuacct:/job", "cpu/cpu.cfs_period_us", "100000", own),
+        ("3:cpu,cpuacct:/job", "cpu/cpu.cfs_quota_us", "-1", own),
+        ("3:cpu,cpuacct:/job", "cpu/cpu.cfs_quota_us", "50000", 1),
+    ):
+        (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+        (group / file).write_text(text)
+        assert usable_cores(tmp_path) == cores
 
 
 def results(*rows):

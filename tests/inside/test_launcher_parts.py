@@ -18,10 +18,10 @@ from node_rig import way_out
 
 from gleanrl import CollectorTimeout, WorkerDied
 from gleanrl.collectors import DistributedCollector
+from gleanrl.transport.addresses import outward
 from gleanrl.transport.handshake import HandshakeError, Invitation, join, new_secret
 from gleanrl.transport.launchers import make_launcher
 from gleanrl.transport.launchers.external import ManualLauncher, serve_as_rank
-from gleanrl.transport.launchers.local import outward
 from gleanrl.transport.launchers.submitit import (
     SubmititLauncher,
     await_invitation,

@@ -114,6 +114,10 @@ class ScriptedBackend:
         """Return False: deaths are scripted."""
         return False
 
+    def end(self, worker: int) -> bool:
+        """Return True: a worker that died by the script writes nothing any more."""
+        return True
+
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
 

@@ -311,6 +311,20 @@ def test_arguments_about_processes_reach_them():
         MultiSyncCollector([slow], inference="central", frames_per_batch=4, start_timeout=0.5)
 
 
+def test_a_limit_bounds_steps_and_not_rollouts():
+    collector = MultiSyncCollector(
+        [[rig.counting(pause=0.05)] * 2],
+        lambda observation: torch.zeros(observation.shape[:-1], dtype=torch.int64),
+        inference="central",
+        env_groups=2,
+        frames_per_batch=30,
+        total_frames=30,
+        timeout=0.7,
+    )
+    assert [batch.shape for batch in collector] == [(2, 15)]
+    collector.shutdown()
+
+
 def test_a_single_collector_refuses_it_by_name():
     with pytest.raises(ConfigError, match="several workers"):
         Collector("CartPole-v1", frames_per_batch=4, inference="central")

@@ -23,9 +23,9 @@ from gleanrl.cli.topology import (
     described,
     load_policy,
     make,
-    usable_cores,
 )
 from gleanrl.collectors import BaseCollector
+from gleanrl.core.cgroups import usable_cores
 from gleanrl.core.errors import ConfigError, WorkerError
 from gleanrl.memory import tensor_files
 from gleanrl.recording.recorder import versions

@@ -19,7 +19,7 @@ from gleanrl.cli.display import plural, print_histogram, print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.topology import batch_steps, check, described, load_policy, make
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
-from gleanrl.recording.dataset import size
+from gleanrl.memory.shared import size
 from gleanrl.recording.episode_stats import EpisodeStats, describe_episodes
 from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way

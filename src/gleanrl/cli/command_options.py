@@ -325,6 +325,22 @@ class TopOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check whether this machine is fit for collecting, and name the fix of what is wrong.
+
+    Checks limits, threads, CUDA, the compiler, packages, the network, Ray and Slurm, and starts one
+    worker. Nothing is changed. 'note' is something to know; only what is 'wrong' makes the exit
+    code 1. Every check has a deadline.
+
+    Examples:
+      gleanrl doctor
+      gleanrl doctor --json | jq '.[] | select(.status == "wrong") | .fix'
+    """
+
+    json: bool = option("", bool, "print the results as JSON: a list of name, status, found, fix")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """Run environments and policy of a DistributedCollector as one of its nodes.
 
@@ -353,6 +369,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectOptions,
     "convert": ConvertOptions,
     "top": TopOptions,
+    "doctor": DoctorOptions,
     "node": NodeOptions,
 }
 """The options of each command; its function is ``run`` in ``NAME_command.py``."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gleanrl.cli.command_options import ConvertOptions
 from gleanrl.cli.display import print_table
-from gleanrl.recording.dataset import Dataset, size
+from gleanrl.memory.shared import size
+from gleanrl.recording.dataset import Dataset
 from gleanrl.recording.recorder import convert_dataset
 
 

@@ -10,8 +10,9 @@ from gleanrl.cli.command_options import InspectOptions
 from gleanrl.cli.display import print_table
 from gleanrl.core.errors import GleanError
 from gleanrl.core.platforms import imported
+from gleanrl.memory.shared import size
 from gleanrl.memory.tensor_files import dtype_name
-from gleanrl.recording.dataset import Dataset, Metadata, size
+from gleanrl.recording.dataset import Dataset, Metadata
 from gleanrl.recording.episode_stats import EpisodeStats, describe_episodes, total
 from gleanrl.watch.page import Page, Plot, Table, episode_plots, save
 from gleanrl.watch.progress import plain

@@ -31,6 +31,7 @@ Examples:
   gleanrl bench CartPole-v1
   gleanrl inspect data/pendulum
   gleanrl top
+  gleanrl doctor
 """
 _INSTEAD = {
     "--play": "; wrap the environment in Gymnasium's RecordVideo while it is collected or evaluated"

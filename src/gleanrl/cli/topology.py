@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -26,7 +24,6 @@ _BATCH_FRAMES = 500
 _WORKER_FRAMES = 1000
 """A larger number, because a batch of several processes costs a transfer and a wait."""
 _MIN_STEPS = 8
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def described(options: CollectOptions) -> str:
@@ -115,16 +112,6 @@ def call(options: CollectOptions, frames_per_batch: int) -> str:
     parts += [f"num_envs={options.num_envs}"] if options.num_envs > 1 else []
     kind = f"Multi{'Async' if options.asynchronous else 'Sync'}" if options.workers else ""
     return f"{kind}Collector({', '.join(parts)}, frames_per_batch={frames_per_batch})"
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and its cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CPU_QUOTA.read_text().split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such file, or "max": no quota
-        return cores
 
 
 def default_workers(cores: int) -> tuple[int, ...]:

@@ -48,6 +48,14 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "observation_dtype": "Cast floating observations to this dtype.",
         "info_keys": "Numeric ``info`` entries to deliver; a mapping gives their shapes and "
         "dtypes.",
+        "on_env_error": 'The reaction to an exception of an environment. ``"raise"`` raises it. '
+        '``"restart"`` closes the environment, builds it anew and resets it, alone, with a warning '
+        "that has the traceback. Its trajectory ends with the last whole step, truncated if that "
+        "is in the same rollout. The frame of the step that raised is no transition: its "
+        '``("collector", "mask")`` is False and its trajectory id -1. Needs single Gymnasium '
+        "environments from ids or callables.",
+        "max_env_restarts": "How often each environment may be built anew: a number, or "
+        "``(number, seconds)`` for so many within that time. After that, the error is raised.",
         "check_finite": "Raise on NaN or infinity in observations and rewards.",
     },
     "Policy": {
@@ -147,6 +155,10 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "batch puts the rollouts that arrive first one after another in time, as many as "
         "``frames_per_batch`` asks for. By default a batch is one rollout.",
         "num_sub_threads": "torch threads of each worker.",
+        "worker_affinity": "The processors that each worker process may use: a list with one "
+        'collection per worker, a callable that returns that of a worker, or ``"auto"`` for equal '
+        "shares of what this process may use, whole cores next to each other.",
+        "driver_affinity": "The processors of the process with the policy; see ``policy_process``.",
         "preemptive_threshold": "Share of the workers that finish their rollouts. The collector "
         "then stops the others, and a mask marks the steps that they did not reach. If the share "
         "is less than one worker, every worker makes one step. Synchronous collectors only.",
@@ -155,14 +167,21 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "time in a queue included). All workers have the same time again to build environments.",
         "timeout": "Seconds that one rollout of a worker may take; a worker that takes longer is "
         "killed. By default the collector waits as long as the worker shows signs of life, with a "
-        "warning every minute. No effect within one process.",
+        "warning every minute. A rollout in this thread cannot be ended: a warning has the stack. "
+        'With ``inference="central"`` it bounds one step of the environments.',
         "on_failure": 'The reaction to a lost worker. ``"raise"`` raises `WorkerDied`. '
-        '``"continue"`` warns, and the other workers collect the missing frames. ``"relaunch"`` '
-        "also starts a replacement, which collects as soon as it is up. The last two need "
-        '``sync=False``; the launchers ``"torchrun"`` and ``"submitit_delayed"`` cannot replace '
-        "nodes.",
-        "max_relaunches": "Replacements of each worker, failed ones included. After that, "
-        "collection continues without the worker.",
+        '``"continue"`` warns, and the other workers collect the missing frames; a batch of all '
+        "workers has a mask, which is False in the lost worker's part. "
+        '``"relaunch"`` starts a replacement: a batch of all workers waits for it, otherwise it '
+        "collects as soon as it is up. Over nodes and actors the last two need ``sync=False``; the "
+        'launchers ``"torchrun"`` and ``"submitit_delayed"`` cannot replace nodes. Not with '
+        '``inference="central"``.',
+        "max_relaunches": "Replacements of each worker, failed ones included: a number, or "
+        "``(number, seconds)`` for so many within that time. After that, a batch of all workers "
+        "raises the last error, and otherwise collection continues without the worker.",
+        "max_lag": "Policy versions that a batch's weights may be behind the learner's. An older "
+        "batch is discarded and counted; its unfinished trajectories are continued by no later "
+        "frames. By default every batch is delivered.",
     },
     "Nodes and actors": {
         "launcher": '``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs. '

@@ -33,6 +33,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.argument_texts import by_topic, text_of
 from gleanrl.collectors.hooks import PostHook, PreHook
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
@@ -50,6 +51,7 @@ from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
+Affinity = Sequence[Sequence[int]] | Callable[[int], Sequence[int]] | str | None
 REQUIRED = inspect.Parameter.empty
 
 
@@ -81,6 +83,8 @@ class CommonArguments(TypedDict, total=False):
     pre_collect_hook: Annotated[PreHook | None, None]
     post_collect_hook: Annotated[PostHook | None, None]
     compact_obs: Annotated[bool, False]
+    on_env_error: Annotated[str, "raise"]
+    max_env_restarts: Annotated[int | tuple[int, float], 10]
     num_envs: Annotated[int | None, None]
     categorical_action_encoding: Annotated[bool, True]
     observation_dtype: Annotated[torch.dtype | None, None]
@@ -132,6 +136,9 @@ class _WithWorkers(TypedDict, total=False):
     cat_results: Annotated[str | int | None, None]
     init_fn: Annotated[Callable[[], Any] | None, None]
     start_timeout: Annotated[float, 120.0]
+    on_failure: Annotated[str, "raise"]
+    max_relaunches: Annotated[int | tuple[int, float], 3]
+    max_lag: Annotated[int | None, None]
 
 
 class _Remote(TypedDict, total=False):
@@ -139,8 +146,6 @@ class _Remote(TypedDict, total=False):
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     num_workers_per_collector: Annotated[int, 1]
-    on_failure: Annotated[str, "raise"]
-    max_relaunches: Annotated[int, 3]
 
 
 class _WeightIntervals(TypedDict, total=False):
@@ -184,6 +189,8 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     """The arguments of `MultiCollector` and its subclasses."""
 
     num_workers: Annotated[int | None, None]
+    worker_affinity: Annotated[Affinity, None]
+    driver_affinity: Annotated[Sequence[int] | None, None]
     update_at_each_batch: Annotated[bool, False]
     preemptive_threshold: Annotated[float | None, None]
     interruptor: Annotated[Interruptor | None, None]
@@ -410,6 +417,10 @@ def check(arguments: Arguments) -> None:
         raise ConfigError(f"traj_format ({arguments['traj_format']!r}) must be 'padded' or 'cat'")
     if arguments["traj_quota"] not in (None, "equal"):
         raise ConfigError(f"traj_quota ({arguments['traj_quota']!r}) must be 'equal' or None")
+    if arguments["on_env_error"] not in ("raise", "restart"):
+        what = arguments["on_env_error"]
+        raise ConfigError(f"on_env_error ({what!r}) must be 'raise' or 'restart'")
+    read_allowance("max_env_restarts", arguments["max_env_restarts"])
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     seconds("start_timeout", arguments["start_timeout"])

@@ -249,13 +249,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         with self._engine.turn(None):
             self._background.check_not_running()
             try:
-                self.collection.announce()
-                batch = self.collection.gather()
+                return self.collection.unprocessed()
             except BaseException as err:
                 self._close_after(err)
                 raise
-            self.collection.pipeline.forget(batch)  # these frames are missing from trajectories
-            return batch
 
     def __len__(self) -> int:
         """Return the number of batches of a full iteration; stopped rollouts make more batches.
@@ -593,13 +590,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self.collection.ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
+        plan.close_within(deadline.left)
         try:
             self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:
             self._watching.close()
             self._threads()
-        self._background.join(1.0)  # it has nothing left to do
-        self._closing.detach()
+            self._background.join(1.0)  # it has nothing left to do
+            if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
+                self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
 

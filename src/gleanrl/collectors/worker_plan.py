@@ -19,6 +19,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.weight_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     FrameBudget,
@@ -97,15 +98,21 @@ class WorkerPlan:
             check_counts(envs, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
-        self.stops = self.enough is not None or self.interruptor is not None
-        """Whether rollouts may be stopped early."""
+        self.relaunches = read_failure(arguments, sync, remote)
+        """The number of replacements of each worker, and in how many seconds (``None`` for all);
+        ``None`` without replacements."""
+        self.blanks = sync and arguments["on_failure"] == "continue"
+        """Whether batches may lack the rollouts of lost workers."""
+        self.stops = self.enough is not None or self.interruptor is not None or self.blanks
+        """Whether rollouts may be shorter than asked for."""
+        self.masks = self.stops or arguments["on_env_error"] == "restart"
+        """Whether frames may be none of the environment's transitions."""
         self.sending = read_sending(arguments, count, sync)
-        most = check_int("max_relaunches", arguments["max_relaunches"], least=0)
-        self.relaunches = most if arguments["on_failure"] == "relaunch" else None
-        """The number of replacements of each worker; ``None`` without replacements."""
         self.exploration = read_exploration(
             arguments["exploration_type"], arguments["exploration_mode"]
         )
+        lag = arguments["max_lag"]
+        self.max_lag = None if lag is None else check_int("max_lag", lag, least=0)
         self.version = read_version(arguments["track_policy_version"])
         self.updater = read_updater(arguments["weight_updater"])
         self._read_devices()
@@ -160,7 +167,17 @@ class WorkerPlan:
             self.sink is not None and not self.in_process and self.sink.by_workers(self.remote)
         )
         """Whether workers write their rollouts into the sink themselves."""
+        if self.fills and self.max_lag is not None:
+            raise ConfigError(
+                f"max_lag ({self.max_lag}) discards batches, but workers write into this buffer "
+                "before the learner sees their batches: drop max_lag"
+            )
         self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
+
+    def close_within(self, seconds: float) -> None:
+        """Have processes of environments be killed that do not end in so many ``seconds``."""
+        for env in self.functions if self.central else ():
+            env.shutdown_timeout = seconds
 
     # -- what each worker gets ---------------------------------------------------------------------
 
@@ -179,7 +196,7 @@ class WorkerPlan:
             policy_device=self.policy_device[worker],
             exploration_type=self.exploration,
             track_policy_version=self.version is not None,
-            mask=self.stops,
+            mask=self.masks,
             stream=None if self.in_process else self.stream + worker,
             frames_per_batch=self.frames[worker],
             replay_buffer=buffer if self.fills else None,
@@ -310,6 +327,30 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
             "waits for another"
         )
     return int(workers * threshold) if threshold < 1 and sync else None
+
+
+def read_failure(arguments: Arguments, sync: bool, remote: bool) -> tuple[int, float | None] | None:
+    """Return how many replacements each worker may have, and in how many seconds.
+
+    ``None`` stands for no replacements, or for all time.
+
+    Raises:
+        ConfigError: a reaction to lost workers that does not exist, or excludes another argument.
+    """
+    what, quota = arguments["on_failure"], arguments["traj_quota"]
+    if what not in ("raise", "continue", "relaunch"):
+        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
+    if what != "raise" and sync and remote:
+        raise ConfigError(
+            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
+        )
+    if what != "raise" and quota is not None:
+        raise ConfigError(
+            f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
+            f"{what!r} continues without those of lost workers: leave one out"
+        )
+    allowed = read_allowance("max_relaunches", arguments["max_relaunches"])
+    return allowed if what == "relaunch" else None
 
 
 def env_kwargs(given: Any, workers: int) -> list[Mapping[str, Any]]:

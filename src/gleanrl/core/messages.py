@@ -199,6 +199,8 @@ class Report:
     """Since the last rollout: in environments and policy (measured in some rollouts, estimated from
     these in others), in all else (bookkeeping, hooks, loading weights, sending), and without a
     command; last, the part of the first that resets took."""
+    failures: tuple[str, ...] = field(default=(), compare=False)
+    """The errors of environments that were built anew since the last rollout."""
     weights_s: float = field(default=0.0, compare=False)
     """Seconds of all else that were spent on loading weights."""
     measured: Sequence[float] | None = field(default=None, compare=False)

@@ -201,6 +201,8 @@ class OwnOptions(GymOptions):
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     auto_register_policy_transforms: bool | None = None
     fast: bool = True
+    on_env_error: str = "raise"
+    max_env_restarts: int | tuple[int, float] = 10
     init_fn: Callable[[], Any] | None = None
     pre_collect_hook: Callable[[], None] | None = None
     post_collect_hook: Callable[[Any], None] | None = None

@@ -330,6 +330,13 @@ class Backend(Protocol):
         Reads nothing, and costs less than `receive` would.
         """
 
+    def end(self, worker: int) -> bool:
+        """End ``worker``, which was lost, if it still runs; never raises.
+
+        Returns:
+            Whether it certainly writes into no window any more.
+        """
+
     def wait(self, timeout: float) -> None:
         """Wait until `receive` may have something, at most ``timeout`` seconds.
 

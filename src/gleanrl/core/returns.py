@@ -22,7 +22,7 @@ between would take more time than the sums: what `head_of` returns, and memory o
 - rewards, ``[P, T]``, one per frame,
 - ends, ``[2, N]`` int64, in their order: the environment of each episode that ended, and how many
   steps of the rollout it got; 0 steps where an environment began an episode with the rollout though
-  none had ended.
+  none had ended. ``~n`` in place of ``n`` ends an episode that does not count.
 
 If episodes have been added up, it is what `episodes_that_ended` returns.
 """
@@ -123,6 +123,7 @@ class EpisodeSums:
         width = values.shape[1]
         row, column = np.concatenate(ends, 1)
         ended = column > 0
+        column = np.where(column < 0, ~column, column)
         steps_of = np.array([own.shape[1] for own in rewards])
         numbers = [own.shape[1] for own in ends]
         column += (steps_of.cumsum() - steps_of).repeat(numbers)

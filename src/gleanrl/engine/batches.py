@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, GleanError
-from gleanrl.core.keys import TIME, format_key
+from gleanrl.core.keys import TIME, TRAJ_IDS, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
@@ -41,6 +41,8 @@ class BatchOptions:
     """A batch is the rollout of one worker, the first to finish."""
     joined: int = 1
     """So many batches are put one after another in time before anything else is done."""
+    rollout_envs: int | None = None
+    """Environments of a rollout without a layout, if these are not all of a worker."""
 
 
 class BatchPlan:
@@ -191,13 +193,16 @@ class Slots:
     def release(self, slot: int) -> None:
         """Give back a slot that was not handed over."""
 
+    def blank(self, slot: int, worker: int) -> None:
+        """Write zeros, and trajectory id -1, for a rollout of ``worker`` that was never made."""
+
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
         """Return the batch that was written into ``slot``; its memory is the caller's.
 
         ``None`` where workers keep what they collect.
         """
-        parts = [r.payload for r in reports if r.payload is not None]
-        return self._put_together(parts, reports) if parts else None
+        there = [report for report in reports if report.payload is not None]
+        return self._put_together([r.payload for r in there], there) if there else None
 
     def copied(self, slot: int, report: m.Report) -> TensorDictBase | None:
         """Return a copy of the batch in a slot of one worker, which is still to be handed over."""
@@ -254,6 +259,12 @@ class SlabSlots(Slots):
 
     def release(self, slot: int) -> None:
         self._arena.release(slot)
+
+    def blank(self, slot: int, worker: int) -> None:
+        window = self._arena.window(self.windows[slot][worker])
+        window.zero_from(0)
+        if TRAJ_IDS in window.keys():
+            window.tensor(TRAJ_IDS).fill_(-1)
 
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Return the batch in ``slot``: a view, or a copy if no other slot is free."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from gleanrl.engine.gather import (
 )
 from gleanrl.engine.session import MakeBackend, Session
 
-_STAYING = frozenset({"_turns", "closed", "discarded", "failure", "set_aside"})
+_STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
 """Attributes of an engine that are not about its workers, and differ while none is collecting."""
 
 
@@ -41,8 +42,8 @@ class Engine(Session):
         """Start the workers; see `Session`. `plan` has to follow."""
         self.set_aside: Engine | None = None
         """The engine with the workers from before `exchange`, which closes with this one."""
-        self.discarded = 0
-        """Frames that were stepped but not delivered."""
+        self.discards: Counter[str] = Counter()
+        """Frames that were stepped but not delivered, by the reason."""
         super().__init__(make_backend, factories, start_timeout=start_timeout)
 
     def plan(
@@ -53,6 +54,7 @@ class Engine(Session):
         *,
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
+        blanks: bool = False,
     ) -> Budget:
         """Decide the layout of batches and reserve their memory; call once, first.
 
@@ -62,6 +64,7 @@ class Engine(Session):
             options: How batches are handed out.
             enough: Workers that have to finish; then the rollouts of the others are stopped.
             stopped: Whether rollouts are to be stopped from outside.
+            blanks: Whether batches of all workers may lack the rollouts of lost ones.
 
         Returns:
             The budget of batches of the size that they will have.
@@ -71,7 +74,7 @@ class Engine(Session):
         """
         layouts = self.layouts
         rows = [
-            envs if layout is None else layout.num_envs
+            (options.rollout_envs or envs) if layout is None else layout.num_envs
             for layout, envs in zip(layouts, self.envs, strict=True)
         ]
         self.steps = tuple(
@@ -88,7 +91,9 @@ class Engine(Session):
             self.gather: Gather = AsyncGather(self, plan.worker_slots, self.sizes)
         else:
             slots = plan.common_slots()
-            self.gather = SyncGather(self, slots, self.sizes, enough=enough, stopped=stopped)
+            self.gather = SyncGather(
+                self, slots, self.sizes, enough=enough, stopped=stopped, blanks=blanks
+            )
         return budget
 
     def _open_window(self, reference: m.WindowRef) -> Window:
@@ -140,7 +145,7 @@ class Engine(Session):
             finally:
                 self.awaited = False
             for report in rollouts.values():
-                self.discarded += report.discarded
+                self.discards["ahead"] += report.discarded
             return batch, rollouts
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
@@ -171,7 +176,7 @@ class Engine(Session):
         with self._alone(timeout):
             tickets = self._carry_out(commands, timeout)
             since = {w: sys.maxsize if t.lost else t.arrived for w, t in tickets.items()}
-            self.discarded += self.gather.discard(since, budget)
+            self.discards["reset"] += self.gather.discard(since, budget)
             return self._values(tickets)
 
     # -- the end ---------------------------------------------------------------------------------

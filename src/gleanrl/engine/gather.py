@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TypeAlias
@@ -69,10 +69,9 @@ class Gather(abc.ABC):
     def idle(self) -> bool:
         """Whether no rollout is under way."""
 
-    @property
     @abc.abstractmethod
-    def queued(self) -> int:
-        """Rollouts that have arrived and wait to be delivered; safe in any thread."""
+    def waiting(self) -> list[m.Report]:
+        """Return the reports of rollouts that wait to be delivered; safe in any thread."""
 
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
@@ -120,6 +119,11 @@ class _Round:
         return sum(ticket.reply is not None for ticket in self.tickets)
 
 
+def _reports(tickets: Iterable[Ticket]) -> list[m.Report]:
+    """Return the reports of rollouts that have arrived."""
+    return [ticket.reply.report for ticket in tickets if isinstance(ticket.reply, m.Rolled)]
+
+
 class SyncGather(Gather):
     """A batch is complete when every worker has delivered its rollout.
 
@@ -134,6 +138,7 @@ class SyncGather(Gather):
         *,
         enough: int | None = None,
         stopped: Callable[[], bool] = bool,
+        blanks: bool = False,
     ) -> None:
         """Gather from every worker.
 
@@ -143,13 +148,15 @@ class SyncGather(Gather):
             frames: Per worker, those of a rollout.
             enough: Number of workers that have to finish.
             stopped: Whether rollouts are to be stopped from outside.
+            blanks: Whether batches may lack the rollouts of lost workers.
         """
         super().__init__(session, [slots], frames)
         self._enough = enough
         self._stopped = stopped
+        self._blanks = blanks
         self._begun: _Round | None = None
-        self._setbacks = session.setbacks
-        """The session's setbacks that were looked at."""
+        self._changes = session.changes
+        """The session's changes that were looked at."""
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -160,7 +167,7 @@ class SyncGather(Gather):
             begun = self._begun or self._begin(budget, timeout)
             slots.prepare(begun.slot)
             self.meanwhile()
-            reports = self._finish(begun)
+            self._finish(begun)
         except BaseException:
             if self._begun is not None:
                 budget.cancel(sum(self._frames))
@@ -168,8 +175,23 @@ class SyncGather(Gather):
             self._begun = None
             raise
         self._begun = None
+        reports = _reports(begun.tickets)
+        rollouts: Rollouts = dict(enumerate(reports))
+        if len(reports) < len(begun.tickets):
+            rollouts, reports = self._with_blanks(begun)
         budget.deliver(sum(self._frames), sum(report.frames for report in reports))
-        return slots.hand_over(begun.slot, reports), dict(enumerate(reports))
+        return slots.hand_over(begun.slot, reports), rollouts
+
+    def _with_blanks(self, begun: _Round) -> tuple[Rollouts, list[m.Report]]:
+        """Return the reports there are by worker, and of all: lost workers have made no steps."""
+        rollouts: dict[int, m.Report] = {}
+        for ticket in begun.tickets:
+            if isinstance(ticket.reply, m.Rolled):
+                rollouts[ticket.worker] = ticket.reply.report
+            else:
+                self._slots[0].blank(begun.slot, ticket.worker)
+        blank = m.Report(0, 0, min(report.policy_version for report in rollouts.values()))
+        return rollouts, [rollouts.get(ticket.worker, blank) for ticket in begun.tickets]
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
@@ -184,8 +206,10 @@ class SyncGather(Gather):
         return begun
 
     def _request(self, begun: _Round, worker: int) -> None:
-        command = m.Collect(begun.windows[worker], begun.random)
-        begun.tickets.append(self.session.send(worker, command))
+        begun.tickets.append(self._requested(begun, worker))
+
+    def _requested(self, begun: _Round, worker: int) -> Ticket:
+        return self.session.send(worker, m.Collect(begun.windows[worker], begun.random))
 
     def _count_dropped(self, begun: _Round, budget: Budget) -> None:
         """Count the rollouts of a failed round; those that workers have stored were delivered."""
@@ -197,35 +221,74 @@ class SyncGather(Gather):
                 else:
                     budget.deliver(0, report.frames)
 
-    def _finish(self, begun: _Round) -> list[m.Report]:
+    def _finish(self, begun: _Round) -> None:
         """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
+
+        Replacements of lost workers make these workers' rollouts.
 
         Raises:
             Exception: the first failure, which may be that of an earlier command.
         """
         session, failures = self.session, list[BaseException]()
-        for ticket in begun.tickets:
-            while ticket.reply is None and ticket.lost is None:
-                if session.setbacks != self._setbacks and not failures:
-                    failures = self._failures(begun)
-                session.receive_in_time(begun.deadline, begun.tickets, _TASK)
+        for worker in range(len(begun.tickets)):
+            while self._awaited(ticket := begun.tickets[worker]):
+                if session.changes != self._changes and not failures:
+                    failures = self._look(begun)
+                    continue
+                if ticket.lost is not None and failures:
+                    break
+                session.receive_in_time(self._deadline(begun), begun.tickets, _TASK)
                 if self._enough is not None and not failures:
                     self._update_stop(begun)
-        if session.setbacks != self._setbacks:
-            failures = failures or self._failures(begun)
+        if session.changes != self._changes:
+            failures = failures or self._look(begun)
         for error in failures:
             raise error
-        return [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
 
-    def _failures(self, begun: _Round) -> list[BaseException]:
-        """Return the errors since the last look; if there are any, stop the rollouts."""
-        self._setbacks = self.session.setbacks
-        failures = [ticket.error for ticket in begun.tickets if ticket.error is not None]
-        failures = failures or self.session.take_failures()
+    def _awaited(self, ticket: Ticket) -> bool:
+        """Whether a rollout may still come, from the worker or from its replacement."""
+        if ticket.reply is not None:
+            return False
+        return ticket.lost is None or self._replaced(ticket)
+
+    def _replaced(self, ticket: Ticket) -> bool:
+        """Whether a replacement makes the rollout that the lost worker owes."""
+        session = self.session
+        coming = ticket.worker in session.joining or ticket.worker not in session.lost
+        return session.tolerant and coming and ticket.over
+
+    def _deadline(self, begun: _Round) -> Deadline:
+        """Return that of the rollouts; of replacements that come up the backend has its own."""
+        return begun.deadline if any(ticket.due for ticket in begun.tickets) else Deadline(None)
+
+    def _look(self, begun: _Round) -> list[BaseException]:
+        """Return the errors since the last look, and stop the rollouts if there are any."""
+        session = self.session
+        self._changes = session.changes
+        failures: list[BaseException] = []
+        self._request_again(begun)
+        for ticket in begun.tickets:
+            excused = ticket.lost is not None and (
+                self._replaced(ticket) or self._tolerated(ticket)
+            )
+            if ticket.error is not None and not excused:
+                failures.append(session.lost.get(ticket.worker, ticket.error))
+        failures = failures or session.take_failures()
         if failures:
             begun.deadline = Deadline(_EXIT_GRACE_S)
             self._set_stop(True)
         return failures
+
+    def _tolerated(self, ticket: Ticket) -> bool:
+        """Whether the batch may lack the rollout."""
+        return self._blanks and ticket.over and bool(self.session.alive)
+
+    def _request_again(self, begun: _Round) -> None:
+        """Request the rollouts of lost workers from replacements that are up."""
+        for worker, ticket in enumerate(begun.tickets):
+            if ticket.lost is not None and worker not in self.session.lost and ticket.over:
+                begun.deadline = Deadline(begun.deadline.seconds)
+                begun.tickets[worker] = self._requested(begun, worker)
 
     def _set_stop(self, stop: bool) -> None:
         wanted: bool | None = None
@@ -249,17 +312,17 @@ class SyncGather(Gather):
         if timeout is None:
             self.session.warn_silent()
         self._update_stop(begun)
-        waits = self.session.can_continue and any(ticket.due for ticket in begun.tickets)
-        return not waits or begun.deadline.expired
+        self._request_again(begun)
+        waits = self.session.can_continue and any(map(self._awaited, begun.tickets))
+        return not waits or self._deadline(begun).expired
 
     @property
     def idle(self) -> bool:
         return self._begun is None
 
-    @property
-    def queued(self) -> int:
+    def waiting(self) -> list[m.Report]:
         begun = self._begun
-        return 0 if begun is None else begun.finished
+        return [] if begun is None else _reports(begun.tickets)
 
     def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
         """Return nothing: a state is taken between batches."""
@@ -283,8 +346,7 @@ class SyncGather(Gather):
         for ticket in stale:
             self._request(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
-        replies = (ticket.reply for ticket in stale)
-        return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
+        return sum(report.frames for report in _reports(stale))
 
 
 _Requested: TypeAlias = tuple[Ticket, Slots, int]
@@ -358,10 +420,9 @@ class AsyncGather(Gather):
     def idle(self) -> bool:
         return not (any(self._queues) or self._taken_back)
 
-    @property
-    def queued(self) -> int:
-        arrived = sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
-        return arrived + len(self._taken_back)
+    def waiting(self) -> list[m.Report]:
+        arrived = _reports(ticket for queue in self._queues for ticket, *_ in queue.copy())
+        return [*(report for _, report, _ in self._taken_back), *arrived]
 
     def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
         found = list(self._taken_back)
@@ -381,12 +442,6 @@ class AsyncGather(Gather):
             budget.dispatch(self._frames[worker])
             self._taken_back.append((worker, report, batch))
 
-    def renew(self, worker: int) -> None:
-        """Give a replacement another slot, because the lost ``worker`` may still write."""
-        fresh = self._make_slots(worker)
-        fresh.copies = self._slots[worker].copies
-        self._slots[worker] = fresh
-
     def _feed_all(self, budget: Budget, one: bool = False) -> None:
         """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
         self._drop_lost(budget)
@@ -400,6 +455,8 @@ class AsyncGather(Gather):
     def _feed(self, worker: int, budget: Budget, depth: int) -> None:
         """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
         queue = self._queues[worker]
+        if queue and queue[0][0].lost is not None:
+            self._drop_lost_of(worker, budget)
         while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
             pass
 
@@ -419,10 +476,25 @@ class AsyncGather(Gather):
 
     def _drop_lost(self, budget: Budget) -> None:
         """Expect no rollouts of lost workers; others may make them."""
-        for worker, queue in enumerate(self._queues):
-            while queue and queue[0][0].lost is not None:
-                queue.popleft()  # its slot is not used again: the worker may still write into it
-                budget.cancel(self._frames[worker])
+        for worker in range(len(self._queues)):
+            self._drop_lost_of(worker, budget)
+
+    def _drop_lost_of(self, worker: int, budget: Budget) -> None:
+        queue = self._queues[worker]
+        while queue and queue[0][0].lost is not None:
+            ticket, slots, slot = queue.popleft()
+            budget.cancel(self._frames[worker])
+            if ticket.over:
+                slots.release(slot)
+            elif slots is self._slots[worker]:
+                self._renew(worker)
+
+    def _renew(self, worker: int) -> None:
+        """Exchange the slots of a lost worker, which may still write into them."""
+        if worker in self.session.joining or worker not in self.session.lost:
+            fresh = self._make_slots(worker)
+            fresh.copies = self._slots[worker].copies
+            self._slots[worker] = fresh
 
     def _heads(self) -> list[Ticket]:
         return [queue[0][0] for queue in self._queues if queue]

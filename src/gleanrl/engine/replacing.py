@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Protocol
 
 from gleanrl.core import messages as m
+from gleanrl.core.allowance import Allowance
 from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import AsyncGather
 from gleanrl.engine.weight_sync import WeightSync
-from gleanrl.transport.network import NetworkBackend
 
 _SEEDS = 1 << 31
 """Seeds that every kind of environment takes."""
+_BACK_OFF_S = 0.1, 10.0
+"""The shortest and the longest delay of a replacement that follows others soon."""
+_SOON_S = 10.0
+"""Replacements of one worker within this time are delayed, each twice as long as the last."""
+
+
+class ReplacingBackend(Protocol):
+    """A backend that starts workers again."""
+
+    def replace(self, worker: int, life: int, delay: float) -> None:
+        """Have ``worker`` started again after ``delay`` seconds, without waiting.
+
+        Then `Backend.receive` returns its `Ready`, or raises `WorkerDied`.
+
+        Args:
+            worker: Its index; it was lost.
+            life: How many were lost before the new one.
+            delay: Seconds before it is started.
+        """
 
 
 class Replacements:
@@ -28,21 +46,20 @@ class Replacements:
     def __init__(
         self,
         engine: Engine,
-        backend: NetworkBackend,
+        backend: ReplacingBackend,
         models: WeightSync,
-        most: int,
+        allowed: tuple[int, float | None],
     ) -> None:
         """Replace workers of ``engine`` from now on, including workers lost before.
 
         Args:
-            engine: Its batches are rollouts of single workers.
+            engine: The workers' session.
             backend: That of the engine.
             models: Knows the newest weights.
-            most: Replacements per worker.
+            allowed: How often each worker may be replaced, and within how many seconds.
         """
         self._engine, self._backend, self._models = engine, backend, models
-        self._most = most
-        self._started = [0] * engine.workers
+        self._allowed = [Allowance(*allowed) for _ in range(engine.workers)]
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
         engine.replacing = self
@@ -54,13 +71,16 @@ class Replacements:
 
         Never waits. The worker is `Engine.joining` from then on.
         """
-        if self._started[worker] == self._most:
-            return f", for good (max_relaunches={self._most})"
-        self._started[worker] += 1
+        allowed, (least, most) = self._allowed[worker], _BACK_OFF_S
+        soon = allowed.since(_SOON_S)
+        delay = min(least * 2 ** (soon - 1), most) if soon else 0.0
+        number = allowed.take(delay)
+        if not number:
+            return f", for good (max_relaunches={allowed})"
         # First: an interrupt meanwhile must not have it come unexpected.
         self._engine.joining.add(worker)
-        self._backend.replace(worker, self._engine.lives[worker] + 1)
-        return f" until replacement {self._started[worker]} of {self._most} has joined"
+        self._backend.replace(worker, self._engine.lives[worker] + 1, delay)
+        return f" until replacement {number} of {allowed.most} has joined"
 
     def welcome(self, reply: m.Ready) -> list[m.Command]:
         """Return the commands that bring a replacement up to date, before any other command.
@@ -74,7 +94,6 @@ class Replacements:
                 f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
             )
         engine.lives[worker] += 1
-        cast("AsyncGather", engine.gather).renew(worker)
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [
             *self._models.catch_up(worker),

@@ -53,6 +53,8 @@ class Ticket:
     """The reply's place among all replies."""
     lost: WorkerDied | CollectorTimeout | None = None
     """The reason for a missing reply, if the worker was lost before."""
+    over: bool = True
+    """Whether a worker that was lost certainly writes into the command's window no more."""
 
     @property
     def due(self) -> bool:
@@ -90,6 +92,8 @@ class Session:
     """Whether a caller waits for workers; otherwise they may collect ahead."""
     tolerant = False
     """Whether the others continue when workers are lost."""
+    needs_all = False
+    """Whether nothing continues without a worker that is not being replaced."""
     replacing: Replacing | None = None
     """Replaces lost workers, if the user wants that."""
     _busy = False
@@ -132,8 +136,8 @@ class Session:
         self._number = self._arrivals = 0
         self.lost: dict[int, WorkerDied | CollectorTimeout] = {}
         """The errors of lost workers, first lost first."""
-        self.setbacks = 0
-        """Commands that failed and workers that were lost, counted at each notice of them."""
+        self.changes = 0
+        """Commands that failed, and workers that were lost or replaced, counted at each notice."""
         self._failures: list[BaseException] = []
         """The errors of commands whose replies no caller waits for."""
         self._ending: dict[int, Ticket] = {}
@@ -348,7 +352,7 @@ class Session:
         ticket = Ticket(worker, self._number, command, time.monotonic())
         if worker in self.lost:
             ticket.lost = self.lost[worker]
-            self.setbacks += 1
+            self.changes += 1
             return ticket
         self._open[ticket.number] = ticket
         try:
@@ -387,7 +391,7 @@ class Session:
             self._arrivals += 1
             ticket.reply, ticket.arrived = reply, self._arrivals
             if isinstance(reply, m.Failed):
-                self.setbacks += 1
+                self.changes += 1
                 if ticket.watched:
                     self._failures.append(reply.error)
         return True
@@ -414,8 +418,11 @@ class Session:
     @property
     def can_continue(self) -> bool:
         """Whether work can continue: nothing has failed, but for losses that are tolerated."""
-        some = len(self.lost) < self.workers or bool(self.joining)
-        return not self._failures and (not self.lost or (self.tolerant and some))
+        if self._failures or not self.lost:
+            return not self._failures
+        if self.needs_all:
+            return self.joining.issuperset(self.lost)
+        return self.tolerant and (len(self.lost) < self.workers or bool(self.joining))
 
     def take_failures(self) -> list[BaseException]:
         """Return the errors of commands whose replies no caller waits for, once."""
@@ -494,6 +501,7 @@ class Session:
                 commands = self.replacing.welcome(reply)
             except Exception as err:
                 return err
+            self.changes += 1
             warn(f"worker {worker} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
@@ -513,20 +521,24 @@ class Session:
         told_to_end = close is not None and close.reply is not None
         new = not told_to_end and (worker not in self.lost or worker in self.joining)
         self.joining.discard(worker)
+        over = not new or self.backend.end(worker)
         for ticket in [t for t in self._open.values() if t.worker == worker]:
-            ticket.lost = error
+            ticket.lost, ticket.over = error, over
             del self._open[ticket.number]
         if not new:
             return
         self.lost[worker] = error
-        self.setbacks += 1
+        self.changes += 1
         self.newest_losses.append((time.time(), worker, str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
             # It is kept but not raised: it must keep no frames, and with them nothing alive.
             error.__traceback__ = error.__context__ = None
-            warn(f"collection continues without it{more}: {error}")
+            goes_on = "waits" if self.needs_all else "continues without it"
+            warn(f"collection {goes_on}{more}: {error}")
+        elif more:
+            error.args = (f"{error}{more}",)
 
     # -- the end ---------------------------------------------------------------------------------
 

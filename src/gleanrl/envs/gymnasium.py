@@ -380,6 +380,11 @@ class _StepCalls:
         self._calls = [env.step for env in self.envs] if plain else list(map(self._call, indices))
         return self._calls
 
+    def renew(self, index: int) -> None:
+        """Look up the method of environment ``index``, which is another one now."""
+        if self._calls:
+            self._calls[index] = self._call(index)
+
     def _call(self, index: int) -> Call:
         if not (self._seen_all or index in self._first_results):
             return functools.partial(self._first, index)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import SourceOptions
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
 from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.restarting import RestartingEnv
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
@@ -49,6 +52,8 @@ def make_env(options: SourceOptions) -> Made:
     items = list(given) if several else [given] * (1 if num_envs is None else num_envs)
     made: list[Any] = []
     with closed_on_error(made):
+        if options.on_env_error == "restart":
+            return _restarting(items, options, several or num_envs is not None, made)
         built = [_build(item, options.create_env_kwargs, made) for item in items]
         if several or num_envs is not None:
             return _batch(built, options, made)
@@ -66,6 +71,37 @@ def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
     if not is_built(given):
         made.append(env)
     return env
+
+
+def _restarting(
+    items: Sequence[Any], options: SourceOptions, batch: bool, made: list[Any]
+) -> RestartingEnv:
+    """Return environments of which each is built anew where it raises.
+
+    Raises:
+        ConfigError: they are not single Gymnasium environments that can be built again.
+    """
+    envs = []
+    for item in items:
+        env = _build(item, options.create_env_kwargs, made)
+        if is_built(item) or not isinstance(env, gym.Env) or is_vector_env(env):
+            raise ConfigError(
+                "on_env_error='restart' builds single Gymnasium environments anew: give ids or "
+                f"callables that make one (several with num_envs=), not a {type(env).__name__}"
+            )
+        envs.append(without_call_checks(env))
+    if (error := unlike_spaces(envs)) is not None:
+        raise error
+    allowed = read_allowance("max_env_restarts", options.max_env_restarts)
+    shape = (len(envs),) if batch else ()
+    makers = [partial(_anew, item, options.create_env_kwargs) for item in items]
+    return RestartingEnv(envs, makers, shape, options.storing(), allowed)
+
+
+def _anew(given: Any, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
+    """Build another Gymnasium environment of ``given``."""
+    env: gym.Env[Any, Any] = build(given, kwargs)
+    return without_call_checks(env)
 
 
 def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Made:

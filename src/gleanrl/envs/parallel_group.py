@@ -201,9 +201,11 @@ class EnvGroup:
         """Take the place, one step long, where rollouts leave what the next one begins with."""
         self._rollouts.carry = map_window(self._memory.map(), carry)
 
-    def open(self, window: WindowRef) -> None:
-        """Add a window for rollouts; they are numbered from 1."""
-        self._rollouts.windows.append(map_window(self._memory.map(), window))
+    def open(self, number: int, window: WindowRef, others: Sequence[int]) -> None:
+        """Add a window for rollouts, with a ``number`` from 1 on; keep no more than ``others``."""
+        windows = self._rollouts.windows
+        self._rollouts.windows = {other: windows[other] for other in others}
+        self._rollouts.windows[number] = map_window(self._memory.map(), window)
 
     # -- orders: what is to be done lies in memory -------------------------------------------------
 
@@ -222,7 +224,7 @@ class EnvGroup:
         if cuts:
             cut = np.flatnonzero(self._cut).tolist()
             self._cut[:] = False
-        ended = rollouts.step(number - 1, t, cut)
+        ended = rollouts.step(number, t, cut)
         if ended:
             self._ended[list(ended)] = True
         self._reset_s[0] = rollouts.rows.reset_s
@@ -302,7 +304,8 @@ class _Rollouts:
 
     def __init__(self, rows: EnvRows) -> None:
         self.rows = rows
-        self.windows: list[Window] = []
+        self.windows: dict[int, Window] = {}
+        """By number."""
         self._last = 0
 
     def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gleanrl.core.cgroups import ROOT, limits, lines
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.platforms import naming_limits, require_linux
 
@@ -162,30 +163,17 @@ def _opened(address: FileAddress) -> SharedMemory:
     return SharedMemory(address.open())
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """The files of a version of the kernel's control groups for the limits of a group."""
-
-    top: str
-    """The folder of the outermost group."""
-    limit: str
-    used: str
-    cache: tuple[str, ...]
-    """The part of ``used``, in ``memory.stat``, that the kernel releases on demand."""
-
-
-_VERSIONS = {
-    1: _Version(
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-    2: _Version("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
 }
+"""By version of the kernel's control groups, the files of a group's limit and use."""
+_CACHE = ("inactive_file", "active_file")
+"""The part of the use, in ``memory.stat``, that the kernel releases on demand; of a whole tree it
+begins with ``total_`` in version 1."""
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
+def available_memory(root: Path = ROOT) -> int | None:
     """Return the bytes this process may still use: the machine's or a container's, the smallest.
 
     ``None`` where the system does not tell.
@@ -193,15 +181,23 @@ def available_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: Where ``proc`` and ``sys`` are.
     """
-    lines = _lines(root / "proc/meminfo")
-    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limits = [_free(version, folder) for version, folder in _groups(root)]
-    free += [left for left in limits if left is not None]
-    return min(free, default=None)
+    found = (line.split() for line in lines(root / "proc/meminfo"))
+    free = [1024 * int(words[1]) for words in found if words[0] == "MemAvailable:"]
+    return min(
+        [*free, *(max(0, limit - used) for limit, used in memory_limits(root))], default=None
+    )
+
+
+def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of every container or job around this process."""
+    for limit, used, group in limits("memory", _FILES, root):
+        stat = dict(line.split(" ", 1) for line in lines(group / "memory.stat"))
+        cache = (stat.get(f"total_{name}", stat.get(name, 0)) for name in _CACHE)
+        yield limit, used - sum(map(int, cache))
 
 
 def check_memory(
-    nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = Path("/")
+    nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = ROOT
 ) -> None:
     """Refuse sizes for which this machine or container lacks memory.
 
@@ -223,39 +219,18 @@ def check_memory(
         )
 
 
-def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """Yield the control groups that bound this process, from its own to the outermost."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version = _VERSIONS[1 if controllers else 2]
-        top = root / version.top
-        folder = top / path.lstrip("/")
-        # A container sees its own group as the top, and may be told a path outside of it.
-        if ".." in path or not folder.is_dir():
-            folder = top
-        while folder != top:
-            yield version, folder
-            folder = folder.parent
-        yield version, top
+def size(nbytes: int) -> str:
+    """Spell a number of bytes.
 
-
-def _free(version: _Version, group: Path) -> int | None:
-    try:
-        limit = int((group / version.limit).read_text())
-        used = int((group / version.used).read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
-    stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
-    return max(0, limit - used + sum(int(stat.get(name, 0)) for name in version.cache))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    >>> size(999), size(1_500), size(2_340_000_000)
+    ('999 B', '1.5 kB', '2.3 GB')
+    """
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
 
 
 def lock_fence() -> None:

@@ -92,7 +92,7 @@ class ParallelEnv(RowEnv):
             ConfigError: arguments that are wrong or do not fit together.
         """
         check_ignored(ParallelEnv, torchrl)
-        self._close_s = seconds("shutdown_timeout", shutdown_timeout)
+        self.shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = check_int("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
         if number < self.num_workers:
@@ -152,7 +152,7 @@ class ParallelEnv(RowEnv):
             raise
 
     def _join(self, group: WorkerGroup) -> None:
-        found: list[EnvGroupInfo] = group.ask("described")
+        found: list[EnvGroupInfo] = group.ask("described", (), self._plan.start_timeout)
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -187,7 +187,7 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            found = group.ask("open_rows", (self._plan.always_rows,))
+            found = group.ask("open_rows", (self._plan.always_rows,), self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
                 return None
             rows = WorkerRows(group, found[0], self._batch)
@@ -201,7 +201,7 @@ class ParallelEnv(RowEnv):
 
     def _close(self) -> None:
         if self._plan.started is not None:
-            self._plan.started.close(self._close_s, raise_on_error=True)
+            self._plan.started.close(self.shutdown_timeout, raise_on_error=True)
 
     @contextmanager
     def _settled(self) -> Iterator[WorkerGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ class WorkerRows(EnvRows):
     """
 
     face: EnvBase
+    _was_reset = False
 
     def __init__(self, group: WorkerGroup, info: RowsInfo, batch: Sequence[int]) -> None:
         """Step the environments of ``group`` as one batch of shape ``batch``.
@@ -46,8 +48,8 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        self._targets: WeakKeyDictionary[Window, tuple[int, Window]] = WeakKeyDictionary()
-        """By a collector's window: the one that workers write, and its number among theirs."""
+        self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
+        """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
         """Root row ``T`` of a rollout, and what resets show."""
 
@@ -68,7 +70,8 @@ class WorkerRows(EnvRows):
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
-        self._number, self._target = self._targets.get(window) or self._open(window)
+        self._number, target = self._targets.get(window) or self._open(window)
+        self._target = window if target is None else target
         self._last, self._after_last = window.steps - 1, carry
         self._group.forget()
         if self._target is not window:
@@ -111,15 +114,16 @@ class WorkerRows(EnvRows):
             _copy(self._target, self._window, keys, slice(0, steps))
         self.reset_s = self._group.reset_s
 
-    def _open(self, window: Window) -> tuple[int, Window]:
-        """Tell workers of a new window."""
+    def _open(self, window: Window) -> tuple[int, Window | None]:
+        """Tell workers of a new window, and of those that exist no longer."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
-        target = window if group.sees(window) else group.copy_of(window, keys)
-        parts = enumerate(group.references(target, keys))
-        group.ask("open", {index: (reference,) for index, reference in parts})
-        group.opened += 1  # by all collectors over these environments
-        self._targets[window] = group.opened, target
-        return group.opened, target
+        target = None if group.sees(window) else group.copy_of(window, keys)
+        others = [number for number, _ in self._targets.values()]
+        number = next(number for number in itertools.count(1) if number not in others)
+        parts = enumerate(group.references(target or window, keys))
+        group.ask("open", {index: (number, part, others) for index, part in parts})
+        self._targets[window] = number, target
+        return number, target
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -131,7 +135,10 @@ class WorkerRows(EnvRows):
             own = None if envs is None else [env - part.start for env in part if env in envs]
             if own != []:
                 chosen[worker] = own, options
-        group.ask("restart_rollouts", chosen, group.workers.timeout)
+        # The first one belongs to the start.
+        limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
+        group.ask("restart_rollouts", chosen, limit)
+        self._was_reset = True
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:

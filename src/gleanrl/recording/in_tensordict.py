@@ -15,8 +15,9 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_te
 
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
+from gleanrl.memory.shared import size
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
-from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card, size
+from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card
 
 _COPY_BYTES = 1 << 24
 

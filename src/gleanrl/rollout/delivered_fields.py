@@ -199,7 +199,10 @@ class DeliveredFields:
             window.tensor(POLICY_VERSION)[:, :steps] = version
             window.tensor(next_key(POLICY_VERSION))[:, :steps] = version
         if options.mask:
-            window.tensor(MASK)[:, :steps] = True
+            mask = window.tensor(MASK)
+            mask[:, :steps] = True
+            for env, t in tracker.voids:
+                mask[env, t] = False
         if options.set_truncated:
             self.truncate(window, steps - 1)
         if options.check_finite:

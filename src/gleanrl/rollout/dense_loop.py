@@ -15,6 +15,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Policy, Pool, Stop
 from gleanrl.core.window import Window
+from gleanrl.envs.restarting import RestartingEnv
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.provided import Provided
@@ -104,6 +105,8 @@ class DenseRollout(BaseSource):
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
+        if isinstance(env, RestartingEnv):
+            env.on_rebuilt, self.failures = self._rebuilt, env.failures
 
     def _make_tracker(self) -> Tracker:
         return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
@@ -142,14 +145,14 @@ class DenseRollout(BaseSource):
         act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
         taken, versions = 0, _Versions(self.policy_version)
         while taken < steps and not (taken and stop[0]):
-            versions.note(taken, self.policy_version)
             try:
                 with self.acting():
                     act(taken)
-                yield policy.requested
             except Exception as err:
                 _blame_policy(err, taken)
                 raise
+            yield policy.requested
+            versions.note(taken, self.policy_version)  # weights may have changed before the act
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield None
             ended = complete(taken)
@@ -182,6 +185,11 @@ class DenseRollout(BaseSource):
                 last = window.tensor(field.key)[:, taken : taken + 1]
                 self._next_root.tensor(field.key).copy_(last)
         self._fields.finish(window, self.tracker, taken, self.policy_version)
+
+    def _rebuilt(self, t: int, env: int) -> None:
+        """Note that an environment was built anew in step ``t``, which is no transition."""
+        self.env = self._env.inner
+        self.tracker.void(t, env)
 
     def explain(self) -> str:
         """Return the path of every part, with the reasons."""

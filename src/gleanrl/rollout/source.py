@@ -55,6 +55,8 @@ class BaseSource:
         self.streams = Streams()
         self.streams.begin(options.stream)
         self._clock = StepClock(envs)
+        self.failures: list[str] = []
+        """The errors of environments that were built anew since the last rollout."""
         self.policy_version = 0
         self.inconsistent = False
         """Whether a failure left environments and counters in disagreement."""
@@ -160,14 +162,17 @@ class BaseSource:
         raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
+        failures = tuple(self.failures)
+        self.failures.clear()
         return Report(
             steps,
-            steps * self.num_envs,
+            steps * self.num_envs - len(self.tracker.voids),
             self.policy_version,
             discarded,
             payload,
             self.tracker.ended,
             measured=self._clock.seconds and self._clock.measured(),
+            failures=failures,
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:

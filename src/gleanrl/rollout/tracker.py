@@ -60,6 +60,8 @@ class Tracker:
         self._over_after: list[int] = []
         """Environments whose episodes ended in this rollout, and after how many of its steps."""
         self._all_ends = _NONE
+        self.voids: list[tuple[int, int]] = []
+        """The environment and the step of each frame of this rollout that is no transition."""
         self._provided = provided or None
         self.next_due = -1
         """The next step at which an environment must be truncated, or -1."""
@@ -72,6 +74,7 @@ class Tracker:
     def begin(self, window: Window) -> None:
         """Start a rollout at step 0 of ``window``."""
         self._over, self._over_after, self._all_ends = [], [], _NONE
+        self.voids = []
         if self._provided is not None:
             self._provided.begin(window, self._age)
         if self._max is not None:
@@ -91,6 +94,21 @@ class Tracker:
         if self._max is not None:
             self._due[list(ended)] = t + self._max
             self.next_due = int(self._due.min())
+
+    def void(self, t: int, env: int) -> None:
+        """Note that frame ``t`` of ``env`` is no transition, between two episodes.
+
+        That before it ends with step ``t - 1``, unless it has ended; where the rollout begins with
+        frame ``t``, it ends without being counted. In the rollout's `Ended`, the frame is an
+        episode that does not count.
+        """
+        ended = (env, t) in zip(self._over, self._over_after, strict=True)
+        if t == 0:
+            self.restart([env])
+        elif not ended:
+            self.end(t - 1, [env])
+        self.end(t, [env])
+        self.voids.append((env, t))
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
@@ -136,6 +154,12 @@ class Tracker:
                 counts[rows, steps] = 0
         age += steps
         age[rows] = steps - ends  # of several ends of one environment the last one stays
+        for env, t in self.voids:
+            if ids is not None:
+                ids[env, t] = -1
+            void = (rows == env) & (ends == t + 1)
+            ended = np.array((rows, np.where(void, ~ends, ends)))
+            rows, ends = ended
         self.ended = self._ends_of(steps, rewards[:, :steps], ended)
 
     def _ends_of(self, steps: int, rewards: Array, ends: Array) -> Ended:

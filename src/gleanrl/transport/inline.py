@@ -85,6 +85,9 @@ class InlineBackend:
     def no_end_noticed(self) -> bool:
         return True
 
+    def end(self, worker: int) -> bool:
+        return True
+
     def wait(self, timeout: float) -> None:
         """Nothing happens between calls: there is nothing to wait for."""
 

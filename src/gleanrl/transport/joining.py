@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from gleanrl.core.deadline import Deadline
@@ -81,6 +82,8 @@ class _Wanted(Generic[N]):
     """The time until which it has to join, then to be up; ``None`` before it is started."""
     node: N | None = None
     """Its connection, once it was let in."""
+    delay: Deadline = field(default_factory=partial(Deadline, 0.0))
+    """The time before which it is not started."""
 
 
 class NodeAdmitter(Generic[N]):
@@ -146,10 +149,10 @@ class NodeAdmitter(Generic[N]):
         host, port = self.listener.getsockname()[:2]
         return Invitation(host, port, node, self._secret, self._timeout_s)
 
-    def want(self, index: int, life: int) -> None:
-        """Have node ``index``, which was lost ``life`` times, started again."""
+    def want(self, index: int, life: int, delay: float = 0.0) -> None:
+        """Have node ``index``, lost ``life`` times, started again after ``delay`` seconds."""
         with self._lock:
-            self._wanted[index] = _Wanted(life)
+            self._wanted[index] = _Wanted(life, delay=Deadline(delay))
             if not self._admitting:
                 self._start(self._admit_loop)
 
@@ -210,7 +213,7 @@ class NodeAdmitter(Generic[N]):
                     return
                 wanted = list(self._wanted.items())
             for index, each in wanted:
-                if each.deadline is None:
+                if each.deadline is None and each.delay.expired:
                     self._launch(index, each)
             if self._next_look.expired:
                 for index, each in wanted:

@@ -401,17 +401,17 @@ class NetworkBackend(ChannelBackend[Node]):
         connect = self.plane.connect(index)
         return Boot(index, self._factories[index], self._threads, life, connect)
 
-    def replace(self, worker: int, life: int) -> None:
-        """Drop ``worker`` and have another node started in its place, without waiting.
+    def replace(self, worker: int, life: int, delay: float) -> None:
+        """Have another node started in place of ``worker``, without waiting.
 
         Once the node is up, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
 
         Args:
-            worker: The node's index.
+            worker: The node's index; it was ended.
             life: How many were lost before the new one.
+            delay: Seconds before it is started.
         """
-        self._drop(self._peers[worker])
-        self.admitter.want(worker, life)
+        self.admitter.want(worker, life, delay)
 
     def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> FlatWeightPublisher:
         """Prepare to send weights like these to all nodes that are told of it by `Bind`."""

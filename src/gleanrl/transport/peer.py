@@ -143,6 +143,12 @@ class RemoteBackend(ABC, Generic[P]):
         """Return False: only `receive` can tell."""
         return False
 
+    def end(self, worker: int) -> bool:
+        """Forget ``worker``, whose process may still run for a while."""
+        if worker in self._peers:
+            self._drop(self._peers[worker])
+        return False
+
 
 class ChannelPeer:
     """A worker on the other end of a `Channel`."""

@@ -11,10 +11,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from time import monotonic
 
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors
+from gleanrl.core.deadline import Deadline
+from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.interrupts import interruptible
@@ -27,6 +31,8 @@ from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
 
 _WORKER_EXIT_S = 0.5
 """Seconds after which a worker that was told to end is killed."""
+_KILLED_S = 2.0
+"""Seconds to wait for the end of a worker that was killed."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
 """Held while the zygote is started, because several threads may be the first to need it."""
@@ -58,9 +64,32 @@ def zygote() -> Zygote:
 class ProcessBackend(ChannelBackend[ChannelPeer]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
-    def __init__(self, threads: int = 1, start_timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        threads: int = 1,
+        start_timeout: float = 120.0,
+        *,
+        replaces: bool = False,
+        affinity: Sequence[Processors] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            threads: torch threads of each worker.
+            start_timeout: Seconds in which a process must start, and in which a replacement must
+                build its environments.
+            replaces: Whether `replace` will be called: then what workers start from is kept.
+            affinity: The processors that each worker may use; all by default.
+        """
         super().__init__()
         self._threads, self._start_timeout = threads, start_timeout
+        self._replaces, self._affinity = replaces, affinity
+        self._factories: list[bytes] = []
+        """What workers start from, if lost ones are replaced."""
+        self._due: dict[int, tuple[float, int]] = {}
+        """When (on the monotonic clock) a replacement is started, and its life, by worker."""
+        self._building: dict[int, Deadline] = {}
+        """The time that replacements have to build their environments, by worker."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._poller.close)
             self._zygote = zygote()
@@ -88,10 +117,53 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         waiting = deque(pickled_each(factories))
-        while waiting:  # no more than one copy of each, however large the policy is
-            self._fork(len(self._peers), waiting.popleft())
+        self._factories = list(waiting) if self._replaces else []
+        self.pids = [0] * len(waiting)
+        for worker in range(len(waiting)):
+            # No more than one copy of each, however large the policy is.
+            self._fork(worker, waiting.popleft(), 0)
 
-    def _fork(self, worker: int, factory: bytes) -> None:
+    def replace(self, worker: int, life: int, delay: float) -> None:
+        """Have another process started in place of ``worker``, without waiting.
+
+        Once it has built its environments, `receive` returns its `Ready`; else `receive` raises
+        `WorkerDied`.
+
+        Args:
+            worker: Its index; it was ended.
+            life: How many were lost before the new one.
+            delay: Seconds before it is started.
+        """
+        self._due[worker] = monotonic() + delay, life
+
+    def _look_after(self) -> float | None:
+        """Start replacements that are due, and end late ones; return the seconds until the next.
+
+        Raises:
+            WorkerDied: a replacement could not be started, or did not build its environments.
+        """
+        now = monotonic()
+        for worker in [worker for worker, (due, _) in self._due.items() if due <= now]:
+            _, life = self._due.pop(worker)
+            try:
+                self._fork(worker, self._factories[worker], life)
+            except (WorkerDied, CollectorTimeout, OSError) as err:
+                error = WorkerDied(f"worker {worker} was not replaced: {err}")
+                error.worker = worker
+                raise error from err
+            self._building[worker] = Deadline(self._start_timeout)
+        for worker, deadline in self._building.items():
+            if deadline.expired:
+                error = WorkerDied(
+                    f"the replacement of worker {worker} did not build its environments within "
+                    f"{self._start_timeout} s"
+                )
+                error.worker = worker
+                raise error
+        waits = [due - now for due, _ in self._due.values()]
+        return min([*waits, *(one.left for one in self._building.values())], default=None)
+
+    def _fork(self, worker: int, factory: bytes, life: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
@@ -102,9 +174,16 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             raise
         process = ChannelPeer(worker, Channel(ours))
         self._peers[worker] = process
-        self.pids.append(pid)
+        self.pids[worker] = pid
         self._ends.register(process.channel.fileno(), 0)
-        boot = Boot(worker, factory, self._threads, surroundings=Surroundings.current())
+        boot = Boot(
+            worker,
+            factory,
+            self._threads,
+            life,
+            surroundings=Surroundings.current(),
+            processors=None if self._affinity is None else self._affinity[worker],
+        )
         with contextlib.suppress(ConnectionError):
             process.channel.post(pickle.dumps(boot))
         self._watch(process)
@@ -117,18 +196,23 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             if peer.channel.post(frame):
                 self._watch(peer)
 
-    def _poll(self, timeout: float | None) -> None:
+    def _poll(self, timeout: float | None) -> float | None:
+        soon = self._look_after() if self._due or self._building else None
+        if soon is not None:
+            timeout = soon if timeout is None else min(timeout, soon)
         for fd, events in interruptible(self._poller.poll, timeout):
             peer = self._by_fd[fd]
             # Read first: messages that a worker sent before its end are whole, as is their data.
             if events & ~select.EPOLLOUT:
                 try:
                     self._arrived.extend(peer.channel.read())
+                    self._building.pop(peer.index, None)  # what comes first is about its start
                 except EOFError:
                     raise self._died(peer, "closed its connection") from None
             if events & select.EPOLLOUT:
                 peer.flush()
                 self._watch(peer)
+        return soon
 
     def no_end_noticed(self) -> bool:
         return not self._ends.poll(0)
@@ -138,6 +222,17 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         status = interruptible(self._zygote.exit_status, pid, 2.0)
         reason = reason if status is None else exit_text(status)
         return f"(process {pid}) {reason}; its output, if there was any, is above"
+
+    def end(self, worker: int) -> bool:
+        """Kill the process of ``worker`` unless it has ended, and wait for its end."""
+        self._due.pop(worker, None)
+        self._building.pop(worker, None)
+        if worker in self._peers:
+            self._drop(self._peers[worker])
+        pid = self.pids[worker]
+        with contextlib.suppress(OSError):
+            self._zygote.end([pid], 0.0)
+        return interruptible(self._zygote.exit_status, pid, _KILLED_S) is not None
 
     def _drop(self, peer: ChannelPeer) -> None:
         if not peer.gone:

@@ -123,8 +123,8 @@ def _failed(worker: int, ticket: int, cause: Exception, problem: str, advice: st
 
 def frame_of(reply: m.Reply) -> bytes:
     """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
-    if isinstance(reply, m.Rolled) and reply.report.payload is None:
-        report = reply.report
+    report = reply.report if isinstance(reply, m.Rolled) else None
+    if report is not None and report.payload is None and not report.failures:
         head = _ROLLED.pack(
             _R,
             reply.ticket,

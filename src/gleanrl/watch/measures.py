@@ -21,7 +21,7 @@ from gleanrl.watch.history import History
 from gleanrl.watch.page import SHARES
 
 _LAST = 100
-"""Episodes that means are taken of."""
+"""Episodes, and batches, that means are taken of."""
 _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
@@ -64,12 +64,26 @@ class _Episodes:
         return found
 
 
+class _Lags:
+    """The ages of the weights of the last batches, in versions."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=_LAST)
+
+    def add(self, lag: int) -> None:
+        self._last.append(lag)
+
+    def stats(self) -> dict[str, float]:
+        last = self._last or (0,)
+        return {"lag_mean": sum(last) / len(last), "lag_max": max(last)}
+
+
 class _Totals:
     """The sums of one worker, or of all, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.rollouts = self.policy_version = self.lag = 0
-        self.episodes = _Episodes()
+        self.episodes, self.lags = _Episodes(), _Lags()
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
@@ -159,8 +173,10 @@ class Measures:
                 worker.frames += frames
                 worker.rollouts += 1
                 worker.policy_version, worker.lag = its_version, version - its_version
+                worker.lags.add(worker.lag)
                 rollouts[index].append((seconds, ended, everything.frames))
             self._newest, everything.lag = now, version - oldest
+            everything.lags.add(everything.lag)
             self._history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
@@ -242,6 +258,7 @@ class Measures:
                 **totals.episodes.stats(),
                 **_shares([self._workers[index].seconds for index in indices]),
                 "lag": totals.lag,
+                **totals.lags.stats(),
             }
 
     def _rates(self, workers: Sequence[int]) -> dict[str, float]:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-TCP_PORT = "10003"
-"""The port nodes connect to unless ``TCP_PORT`` in the environment names another."""
+from gleanrl.transport.addresses import TCP_PORT
 
 DEFAULT_SLURM_CONF: dict[str, Any] = {
     "timeout_min": 10,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack, cast
 
@@ -21,7 +20,6 @@ from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
     DEFAULT_SLURM_CONF_MAIN,
-    TCP_PORT,
 )
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.nested import serve
@@ -29,12 +27,11 @@ from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, seconds
+from gleanrl.transport.addresses import TCP_PORT, ports_to_try
 from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.process_group import ProcessGroups
 
-_PORTS = 1 << 16
-_MOST_PORTS = 100
 _SHORTEST_BEAT_S = 0.1
 
 
@@ -151,24 +148,6 @@ class DistributedSyncCollector(DistributedCollector):
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
 
-def ports_to_try(arguments: int | str | None) -> Sequence[int]:
-    """Return the requested port; else the port in the environment, and those after it.
-
-    Raises:
-        ConfigError: no port number.
-    """
-    wanted = arguments if arguments is not None else os.environ.get("TCP_PORT", TCP_PORT)
-    try:
-        port = int(wanted)
-    except (TypeError, ValueError):
-        port = -1
-    if not 0 <= port < _PORTS:
-        raise ConfigError(f"tcp_port ({wanted!r}) must be a port number")
-    if arguments is not None or port == 0:
-        return (port,)
-    return range(port, min(port + _MOST_PORTS, _PORTS))
-
-
 # -- what collectors over nodes and Ray actors read of their arguments ----------------------------
 
 KINDS: Mapping[str, Any] = {
@@ -196,7 +175,6 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "
             "environments"
         )
-    _check_failure(arguments)
     dealt = deal("collector_kwargs", arguments["collector_kwargs"], len(functions))
     return WorkerPlan(
         arguments,
@@ -207,22 +185,6 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
         remote=True,
         kwargs=[_read_kwargs(kind, one, arguments) for one in dealt],
     )
-
-
-def _check_failure(arguments: Arguments) -> None:
-    """Check the settings for a lost node."""
-    what, quota = arguments["on_failure"], arguments["traj_quota"]
-    if what not in ("raise", "continue", "relaunch"):
-        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
-    if what != "raise" and arguments["sync"]:
-        raise ConfigError(
-            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
-        )
-    if what != "raise" and quota is not None:
-        raise ConfigError(
-            f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
-            f"{what!r} continues without those of lost nodes: leave one out"
-        )
 
 
 def _read_class(collector_class: Any) -> Any:

@@ -21,8 +21,8 @@ from torch import distributed
 
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError
+from gleanrl.transport.addresses import LOOPBACK, outward
 from gleanrl.transport.handshake import SECRET, Invitation, secret_from
-from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.launchers.submitit import private_folder
 from gleanrl.transport.node_endpoint import run_node
 

@@ -30,8 +30,8 @@ from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
+from gleanrl.transport.addresses import LOOPBACK, outward
 from gleanrl.transport.handshake import Invitation
-from gleanrl.transport.launchers.local import LOOPBACK, outward
 from gleanrl.transport.node_endpoint import run_node
 from gleanrl.transport.process_group import KINDS
 

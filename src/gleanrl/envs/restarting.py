@@ -1,0 +1,121 @@
+"""Single environments that are built anew, each alone, when they raise."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+
+from gleanrl.core.allowance import Allowance
+from gleanrl.core.errors import ConfigError, note
+from gleanrl.core.options import GymOptions
+from gleanrl.core.window import Window
+from gleanrl.envs.gymnasium import GymnasiumEnv
+
+Make: TypeAlias = Callable[[], gym.Env[Any, Any]]
+
+
+class RestartingEnv(GymnasiumEnv):
+    """Environments of which one that raises in `step` or `reset` is closed and built anew.
+
+    The frame of a step that raised is no transition: it shows the new environment's first
+    observation as the next one, and the reward is 0. `on_rebuilt` is told of it.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        makers: Sequence[Make],
+        batch_shape: tuple[int, ...],
+        options: GymOptions,
+        allowed: tuple[int, float | None],
+    ) -> None:
+        """Take over ``envs``.
+
+        Args:
+            envs: Environments that were built.
+            makers: Each builds another one like that of ``envs``.
+            batch_shape: See `GymnasiumEnv`.
+            options: How data are stored.
+            allowed: How often each may be built anew, and within how many seconds.
+        """
+        super().__init__(envs, batch_shape, options)
+        self._spaces = envs[0].observation_space, envs[0].action_space
+        self._makers = list(makers)
+        self._allowed = [Allowance(*allowed) for _ in envs]
+        self._guarded: list[Callable[[Any], Any]] = []
+        self._row = 0
+        self._failed: list[int] = []
+        """The environments whose step raised in the present row."""
+        self.failures: list[str] = []
+        """The errors of environments that were built anew since the last rollout."""
+        self.on_rebuilt: Callable[[int, int], None] = lambda t, env: None
+        """Is called with the step that is no transition, and its environment."""
+
+    def begin(self, window: Window, carry: Window) -> None:
+        super().begin(window, carry)
+        self._guarded = self._steps
+        self._steps = [partial(self._step_one, env) for env in range(len(self.envs))]
+
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
+        self._row, self._failed = t, []
+        ended = super().step(t, cut, resets)
+        for env in self._failed:
+            if t:  # the last whole step; that of an earlier rollout was delivered
+                _, late_row, done_row = (rows[t - 1] for rows in self._flag_rows)
+                late_row[env] |= not done_row[env]
+                done_row[env] = True
+            for row in (rows[t] for rows in self._flag_rows):  # it may have been due
+                row[env] = False
+            self.on_rebuilt(t, env)
+        return [env for env in ended if env not in self._failed] if self._failed else ended
+
+    def _step_one(self, env: int, action: Any) -> Any:
+        try:
+            return self._guarded[env](action)
+        except Exception as err:
+            note(err, f"environment {env} raised this; its action was {action!r:.200}")
+            observation, info = self._rebuilt(env, err)
+            self._failed.append(env)
+            return observation, 0.0, False, False, info
+
+    def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
+        try:
+            return super()._reset_one(env, options)
+        except Exception as err:
+            return self._rebuilt(env, err, options)
+
+    def _rebuilt(
+        self, env: int, error: Exception, options: dict[str, Any] | None = None
+    ) -> tuple[Any, Any]:
+        """Build environment ``env`` anew, after ``error``; return what its reset returned.
+
+        Raises:
+            Exception: the last error, if it may not be built as often.
+        """
+        while self._allowed[env].take():
+            text = "".join(traceback.format_exception(error)).rstrip()
+            self.failures.append(f"environment {env} was built anew, because it raised:\n{text}")
+            with contextlib.suppress(Exception):  # it is broken
+                self.envs[env].close()
+            try:
+                self._build(env)
+                return super()._reset_one(env, options)
+            except Exception as err:
+                error = err
+        allowed = self._allowed[env]
+        note(error, f"environment {env} is not built anew again (max_env_restarts={allowed})")
+        raise error
+
+    def _build(self, env: int) -> None:
+        self.envs[env] = new = self._makers[env]()
+        if (new.observation_space, new.action_space) != self._spaces:
+            raise ConfigError(f"environment {env} was built anew with other spaces")
+        self._calls.renew(env)
+        self._seeds[env] = random.getrandbits(31)  # from the worker's own stream
+        new.action_space.seed(self._seeds[env])
