@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -373,6 +373,20 @@ class Collection:
             **{f"frames_discarded_{why}": frames for why, frames in discards.items()},
             "frames_discarded_unfinished": unfinished,
         }
+
+    def ledger_state(self) -> dict[str, Any]:
+        """Return the counts of frames that were stepped and not delivered."""
+        return {
+            "discards": dict(self.engine.discards),
+            "dropped": self.engine.gather.dropped,
+            "unfinished": self._unfinished + self.pipeline.discarded,
+        }
+
+    def load_ledger(self, state: Mapping[str, Any]) -> None:
+        """Continue from counts of `ledger_state`: frames since then were never stepped."""
+        self.engine.discards = Counter(state["discards"])
+        self.engine.gather.dropped = int(state["dropped"])
+        self._unfinished = int(state["unfinished"]) - self.pipeline.discarded
 
     def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
         engine = self.engine

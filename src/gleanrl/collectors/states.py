@@ -18,7 +18,16 @@ from gleanrl.envs.plain_state import pickled_parts, save_state
 from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_state
 
-OF_ALL = ("frames", "iter", "statistics", "schedule", "trajectories", "undelivered", "ready")
+OF_ALL = (
+    "frames",
+    "iter",
+    "statistics",
+    "schedule",
+    "trajectories",
+    "undelivered",
+    "ready",
+    "ledger",
+)
 """Entries that are not those of one worker."""
 
 
@@ -55,6 +64,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             "trajectories": collection.pipeline.state(),
             "undelivered": list(map(_rollout_state, undelivered)),
             "ready": list(map(save_state, collection.ready)),
+            "ledger": collection.ledger_state(),
         }
 
 
@@ -188,6 +198,8 @@ def restore(
         engine.gather.take_back(undelivered, collection.budget)
         if "trajectories" in state_dict:
             collection.pipeline.load_state(state_dict["trajectories"])
+        if "ledger" in state_dict:
+            collection.load_ledger(state_dict["ledger"])
         collection.ready.extend(load_state(None, one) for one in state_dict.get("ready", ()))
         collection.watching.load_state_dict(state_dict.get("statistics"), frames)
         collection.renew_seeds({})  # streams are those of the state now
