@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -20,7 +20,7 @@ from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.gather import Rollouts, SyncGather
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import Replacements, ReplacingBackend
@@ -39,6 +39,11 @@ class Collection:
     Iteration, the background thread, evaluations and a collector around this one work on it. It
     does not know its collector, so that nothing of these keeps that alive.
     """
+
+    restarted: str | None = None
+    """Which environments began new episodes with the last loaded state, and why."""
+    warned_of_episodes = False
+    """Whether the user knows that states have no episodes."""
 
     def __init__(self, name: str, plan: WorkerPlan, engine: Engine, watching: Watching) -> None:
         """Reserve memory for batches and set up weights and counters.
@@ -226,6 +231,14 @@ class Collection:
             if not self.filling.is_running():
                 self.ready += delivered
 
+    def settle(self) -> None:
+        """Collect what is under way that cannot be part of a state."""
+        self.finish_filling()
+        while isinstance(self.engine.gather, SyncGather) and not self.engine.gather.idle:
+            delivered = self.collect(feed=False)
+            if not self.filling.is_running():
+                self.ready += delivered
+
     def seed(self, seed: int, static: bool) -> int:
         """Seed all workers, whose environments are reset; return the last seed."""
         commands: dict[int, m.Seed] = {}
@@ -360,6 +373,20 @@ class Collection:
             **{f"frames_discarded_{why}": frames for why, frames in discards.items()},
             "frames_discarded_unfinished": unfinished,
         }
+
+    def ledger_state(self) -> dict[str, Any]:
+        """Return the counts of frames that were stepped and not delivered."""
+        return {
+            "discards": dict(self.engine.discards),
+            "dropped": self.engine.gather.dropped,
+            "unfinished": self._unfinished + self.pipeline.discarded,
+        }
+
+    def load_ledger(self, state: Mapping[str, Any]) -> None:
+        """Continue from counts of `ledger_state`: frames since then were never stepped."""
+        self.engine.discards = Counter(state["discards"])
+        self.engine.gather.dropped = int(state["dropped"])
+        self._unfinished = int(state["unfinished"]) - self.pipeline.discarded
 
     def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
         engine = self.engine

@@ -16,7 +16,13 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
+from gleanrl.engine.gather import (
+    AsyncGather,
+    Gather,
+    Rollouts,
+    SyncGather,
+    Undelivered,
+)
 from gleanrl.engine.session import MakeBackend, Session
 
 _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
@@ -147,6 +153,18 @@ class Engine(Session):
         with self._alone():
             self._check_usable()
             return self.gather.ready(budget, feed, timeout)
+
+    def states(self, command: m.GetState) -> tuple[list[Any], Sequence[Undelivered]]:
+        """Return the state of each worker, and the rollouts that it had made before.
+
+        Those are copies; the rollouts are still delivered.
+        """
+        with self._alone(60.0):
+            tickets = self._carry_out(dict.fromkeys(range(self.workers), command), 60.0)
+            values = self._values(tickets)
+            since = {worker: tickets[worker].arrived for worker in values}
+            made = self.gather.undelivered(since)
+            return [values.get(worker) for worker in range(self.workers)], made
 
     def restart(
         self, commands: dict[int, m.Command], budget: Budget, timeout: float | None = 60.0

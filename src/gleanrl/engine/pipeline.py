@@ -16,6 +16,8 @@ from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100
@@ -144,6 +146,19 @@ class Pipeline:
         elif kept is not batch:
             kept.clear().update(batch)
         return kept
+
+    def state(self) -> dict[str, Any]:
+        """Return the batches to be joined and the trajectories that were not delivered."""
+        return {
+            "parts": [save_state(part) for part in self._parts],
+            "whole": None if self._whole is None else self._whole.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state`, after `forget`."""
+        self._parts = [load_state(None, part) for part in state["parts"]]
+        if self._whole is not None and state["whole"] is not None:
+            self._whole.load_state(state["whole"])
 
     def forget(self, passed: TensorDictBase | None = None) -> None:
         """Drop unfinished trajectories and their later frames; count the frames.

@@ -27,10 +27,11 @@ from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per
 from gleanrl.envs.parallel_group import EnvGroupInfo
 from gleanrl.envs.parallel_worker import STEP, EnvWorkerBuilder
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
-from gleanrl.parallel.worker_rows import WorkerRows
+from gleanrl.parallel.worker_rows import WorkerRows, check_parts
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
@@ -332,6 +333,14 @@ class ParallelEnv(RowEnv):
             own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
             states[worker] = own, strict
         self._ask("load_state", states)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return self._ask("snapshot", (allow_pickle,))
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        with self._settled() as group:
+            check_parts(snapshot, group)
+            group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"

@@ -19,6 +19,8 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.parallel_group import RowsInfo
 from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.simulators import StateError
+from gleanrl.envs.state_kinds import Node
 from gleanrl.parallel.env_workers import WorkerGroup
 
 
@@ -148,8 +150,29 @@ class WorkerRows(EnvRows):
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self.face.load_state_dict(state, strict)
 
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        self._group.wait()
+        return self._group.ask("snapshot", (allow_pickle,))
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        self._group.wait()
+        check_parts(snapshot, self._group)
+        self._group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
+
     def close(self) -> None:
         self.face.close()
+
+
+def check_parts(snapshot: Node, group: WorkerGroup) -> None:
+    """Check that a snapshot is that of as many workers as ``group`` has.
+
+    Raises:
+        StateError: it is not.
+    """
+    if len(snapshot) != len(group.members):
+        raise StateError(
+            f"the environments were in {len(snapshot)} workers, and are in {len(group.members)}"
+        )
 
 
 def _copy(of: Window, to: Window, keys: Iterable[Key], steps: int | slice = slice(None)) -> None:

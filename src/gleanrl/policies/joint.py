@@ -133,6 +133,7 @@ class Seat:
         self.inner, self.outputs = called.inner, called.outputs
         self.states, self.provided = called.states, called.provided
         self.requested: JointAct | None = self
+        self.memory: Any = None
         self.batch = env.batch_shape
         self.envs = env.num_envs
         self.seconds = 0.0

@@ -205,6 +205,19 @@ class DenseRollout(BaseSource):
         self.tracker.restart(envs)
         self._provided.restart(envs)
 
+    def _running(self) -> dict[str, Any]:
+        row = self._next_root
+        return {
+            "root": {key: row.tensor(key).clone() for key in row.keys()},
+            "policy": self._policy.memory,
+        }
+
+    def _run_on(self, episodes: Mapping[str, Any]) -> None:
+        for key, value in episodes["root"].items():
+            self._next_root.tensor(key).copy_(value)
+        self._policy.forget()
+        self._policy.memory = episodes["policy"]
+
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:
     """Check that single environments can be reset if that is needed.

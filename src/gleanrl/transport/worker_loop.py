@@ -170,10 +170,10 @@ class Worker:
                 return source.seed(seed, static, stream)
             case m.Reset(envs, options):
                 return source.reset(envs, options or {})
-            case m.GetState():
-                return source.state()
-            case m.SetState(state, strict):
-                return source.load_state(state, strict)
+            case m.GetState(pickles):
+                return source.state(pickles)
+            case m.SetState(state, strict, pickles):
+                return source.load_state(state, strict, pickles)
             case m.Call(path, args, kwargs):
                 return source.call(path, *args, **(kwargs or {}))
             case m.Get(path):

@@ -204,22 +204,21 @@ class Measures:
         self._marks.append((now, [worker.frames for worker in self._workers]))
         self._mark_due = now + _MARK_S
 
-    def _counts(self) -> list[_Episodes]:
-        return [totals.episodes for totals in (self._all, *self._workers)]
-
-    def state_dict(self) -> list[tuple[int, torch.Tensor]]:
-        """Return how many episodes ended, and the last ones: of all workers, then of each."""
+    def state_dict(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return how many episodes ended, the last ones and running ones: of all, then of each."""
         with self._lock:
             self.settle()
-            return [episodes.state() for episodes in self._counts()]
+            return [(*t.episodes.state(), t.sums.state()) for t in (self._all, *self._workers)]
 
-    def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Continue the counts of `state_dict`; an empty ``state`` starts them over."""
         with self._lock:
             self.settle()
-            fresh = [_Episodes().state()] * (1 + len(self._workers))
-            for episodes, own in zip(self._counts(), state or fresh, strict=True):
-                episodes.load(*own)
+            fresh = [(*_Episodes().state(), EpisodeSums().state())] * (1 + len(self._workers))
+            each = zip((self._all, *self._workers), state or fresh, strict=True)
+            for totals, (number, last, *running) in each:
+                totals.episodes.load(number, last)
+                totals.sums.load_state(*running or [EpisodeSums().state()])
 
     @property
     def frames(self) -> int:
