@@ -21,7 +21,7 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import GymOptions
 from gleanrl.core.platforms import naming_limits, require_linux
 from gleanrl.core.window import Array, Window
-from gleanrl.engine.session import Session, Ticket
+from gleanrl.engine.session import CLOSE_TIMEOUT_S, Session, Ticket
 from gleanrl.envs.factory import EnvFactory
 from gleanrl.envs.parallel_group import SharedPlaces
 from gleanrl.envs.parallel_worker import (
@@ -40,7 +40,7 @@ from gleanrl.transport.process import ProcessBackend
 CONTROL_S = 60.0
 """Seconds that a command other than a step may take."""
 _LOOK_MS = 50
-"""Milliseconds of silence after which the workers are looked at."""
+"""Milliseconds after which the workers are looked at."""
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -102,6 +102,10 @@ class EnvWorkers:
         self.pulses.opened()
         self._owner = os.getpid()
         self._serving: list[Ticket] = []
+        self._interrupted = False
+        """Whether Ctrl-C ended the last wait for answers."""
+        self._looked = 0.0
+        """The moment of the last look at late workers."""
         self._closing = weakref.finalize(
             self, _close, self.pulses, self.session, self._owner, 5.0, False
         )
@@ -142,9 +146,12 @@ class EnvWorkers:
         """
         self._check_usable()
         most = _LOOK_MS if seconds is None else min(_LOOK_MS, 1e3 * max(0.0, seconds))
+        self._interrupted = True
         came = interruptible(self.pulses.wait, most)
+        self._interrupted = False
         answers = self.pulses.take() if came else []
-        if not answers:  # in time; or all workers have ended
+        # None in time; or one worker is late while others answer; or all have ended.
+        if not answers or monotonic() > self._looked + 1e-3 * _LOOK_MS:
             self._look()
         for worker, answer in answers:
             self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
@@ -152,6 +159,7 @@ class EnvWorkers:
     def _look(self) -> None:
         """Look at workers that are late."""
         session, now = self.session, monotonic()
+        self._looked = now
         since: dict[int, float] = {}
         for group in self.groups:
             since.update((worker, group.began) for worker in group.pending)
@@ -205,6 +213,8 @@ class EnvWorkers:
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End all workers within ``timeout`` seconds. Idempotent."""
+        if self._interrupted:
+            timeout = min(timeout, CLOSE_TIMEOUT_S)  # a worker may be stuck in its step
         for group in self.groups:
             group.pending.clear()
         if self._closing.detach() is not None:
