@@ -57,6 +57,8 @@ _INSIDE = (
     "start_timeout",
 )
 """The arguments of the collector in the process of the policy that others do not pass on."""
+_INSIDE_S = 10.0
+"""Seconds that the process of the policy has to start and to report late workers."""
 _STORING = [part.name for part in fields(GymOptions)]
 """The arguments that the environments get, in workers."""
 
@@ -114,6 +116,8 @@ def policy_process_plan(
     inside = {name: arguments[name] for name in _INSIDE}
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
+    # First inside, where it is known which of the workers is late.
+    outside["start_timeout"] = arguments["start_timeout"] + _INSIDE_S
     return WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
