@@ -544,8 +544,7 @@ SCARCE_CELLS = [Cell(name, column) for name, (_, columns) in SCARCE.items() for 
 )
 def test_a_machine_without(cell, tidy, small_disk, record_property):
     said, took = SCARCE[cell.fault][0](cell.column, small_disk)
-    mode = "relaunch" if "replacement" in cell.fault else "raise"
-    record_property("cell", [cell.fault, cell.column, mode, said, took])
+    record_property("cell", [cell.fault, cell.column, cell.mode, said, took])
 
 
 # -- the learner -----------------------------------------------------------------------------------
