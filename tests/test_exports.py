@@ -11,11 +11,12 @@ import gleanrl
 import gleanrl.collectors
 import gleanrl.data.postprocs
 import gleanrl.envs
+import gleanrl.testing
 
 OPTIONAL = ["torchrl", "envpool", "ray", "matplotlib", "ale_py", "stable_baselines3", "submitit"]
 
 
-@pytest.mark.parametrize("module", [gleanrl, gleanrl.collectors, gleanrl.envs])
+@pytest.mark.parametrize("module", [gleanrl, gleanrl.collectors, gleanrl.envs, gleanrl.testing])
 def test_public_names_are_sorted_and_exist(module):
     names = module.__all__
     assert sorted(names, key=str.casefold) == sorted(set(names), key=str.casefold)

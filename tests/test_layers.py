@@ -23,6 +23,7 @@ ALLOWED["parallel"] = ALLOWED["engine"] | {"parallel"}
 ALLOWED["recording"] = ALLOWED["engine"] | {"recording"}
 ALLOWED["watch"] = ALLOWED["recording"] | {"watch"}
 ALLOWED["collectors"] = ALLOWED["watch"] | {"parallel", "collectors"}
+ALLOWED["testing"] = ALLOWED["collectors"] | {"testing"}
 ALLOWED["cli"] = ALLOWED["collectors"] | {"cli"}
 RE_EXPORTS = {"data", "modules", "weight_update"}
 # Namespaces: what users import. They may re-export from any ring, and hold nothing of their own.

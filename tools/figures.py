@@ -30,6 +30,7 @@ PUBLIC = {
     "gleanrl.envs.utils",
     "gleanrl.modules",
     "gleanrl.policies",
+    "gleanrl.testing",
     "gleanrl.weight_update",
 }
 OTHERS = {"gleanrl", "benchmarks", "tools"}

@@ -25,6 +25,7 @@ MODULES = [
     "gleanrl.envs",
     "gleanrl.envs.utils",
     "gleanrl.modules",
+    "gleanrl.testing",
     "gleanrl.weight_update",
 ]
 """Whose ``__all__`` is public; of several paths of one object the first is the one to use."""
@@ -98,6 +99,11 @@ GROUPS = {
         "Trajectories, exploration, profiling",
         "Functions on batches, policies and collectors.",
         ("engine.trajectories", "policies", "tensordict.nn", "engine"),
+    ),
+    "testing": Group(
+        "Testing",
+        "Faults on purpose, and checks, for environments, policies and storages of your own.",
+        ("testing",),
     ),
     "errors": Group("Errors", "Exceptions of GleanRL.", ("core.errors",)),
     "launchers": Group(

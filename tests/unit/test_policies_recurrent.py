@@ -126,6 +126,16 @@ def test_the_state_of_a_layered_network_has_to_be_declared():
     same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])
 
 
+def test_a_state_of_unknown_shape_is_named_also_if_the_policy_reads_is_init():
+    policy = Mod(
+        lambda observation, hidden, is_init: (observation[..., :3], hidden + 1),
+        ["observation", "hidden", "is_init"],
+        ["action", ("next", "hidden")],
+    )
+    with pytest.raises(PolicyError, match=r"unknown shape; .*state_shapes = \{'hidden'"):
+        make(policy, layout((5,), FLOATS))
+
+
 def test_a_state_that_is_not_written_as_it_is_read_is_an_error():
     policy = Opaque()
     policy.state_shapes = {"memory": (2,)}

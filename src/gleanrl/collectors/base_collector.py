@@ -126,7 +126,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._threads = undo.callback(weakref.finalize(self, threads.restore))
             with self._watching.starting():
                 self._engine = engine = Engine(
-                    make, plan.factories, start_timeout=arguments["start_timeout"]
+                    make, plan.factories, start_timeout=plan.arguments["start_timeout"]
                 )
             undo.callback(engine.close, 5.0)
             undo.callback(self._watching.end_progress)

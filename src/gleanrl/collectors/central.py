@@ -62,6 +62,8 @@ _INSIDE = (
     "start_timeout",
 )
 """The arguments of the collector in the process of the policy that others do not pass on."""
+_INSIDE_S = 10.0
+"""Seconds that the process of the policy has to start and to report late workers."""
 _STORING = [part.name for part in fields(GymOptions)]
 """The arguments that the environments get, in workers."""
 
@@ -125,6 +127,8 @@ def policy_process_plan(
     inside["worker_affinity"] = affinity or all_processors(len(functions))
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
+    # First inside, where it is known which of the workers is late.
+    outside["start_timeout"] = arguments["start_timeout"] + _INSIDE_S
     plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],

@@ -14,6 +14,7 @@
   * WorkerError            (RuntimeError)  user code raised in a worker
   * WorkerDied             (RuntimeError)  a worker process ended
   * CollectorTimeout       (TimeoutError)  a deadline passed
+  * CheckFailed            (AssertionError) a check of `gleanrl.testing` found a fault
 
 Users see tracebacks without the frames of this library, unless it is at fault;
 ``GLEANRL_TRACEBACK=full`` in the environment keeps all frames.
@@ -102,6 +103,10 @@ class WorkerDied(GleanError, RuntimeError):
 
 class CollectorTimeout(GleanError, TimeoutError):
     """Something took longer than its deadline."""
+
+
+class CheckFailed(GleanError, AssertionError):
+    """A check of `gleanrl.testing` found a fault in a part of the user's."""
 
 
 def note(error: BaseException, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.core.allowance import read_allowance
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import SourceOptions
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
@@ -54,15 +54,21 @@ def make_env(options: SourceOptions) -> Made:
     with closed_on_error(made):
         if options.on_env_error == "restart":
             return _restarting(items, options, several or num_envs is not None, made)
-        built = [_build(item, options.create_env_kwargs, made) for item in items]
+        built = [
+            _build(index, item, options.create_env_kwargs, made) for index, item in enumerate(items)
+        ]
         if several or num_envs is not None:
             return _batch(built, options, made)
         return _adapt(built[0], options, bool(made))
 
 
-def _build(given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
-    """Return the environment of ``given``; add a new environment to ``made``."""
-    env = build(given, kwargs)
+def _build(index: int, given: Any, kwargs: Mapping[str, Any], made: list[Any]) -> Any:
+    """Return environment ``index``, that of ``given``; add a new environment to ``made``."""
+    try:
+        env = build(given, kwargs)
+    except Exception as err:
+        note(err, f"environment {index} raised this while it was built")
+        raise
     if not is_built(env):
         raise ConfigError(
             f"create_env_fn returned a {type(env).__name__}; it must return a gymnasium.Env, a "
@@ -82,8 +88,8 @@ def _restarting(
         ConfigError: they are not single Gymnasium environments that can be built again.
     """
     envs = []
-    for item in items:
-        env = _build(item, options.create_env_kwargs, made)
+    for index, item in enumerate(items):
+        env = _build(index, item, options.create_env_kwargs, made)
         if is_built(item) or not isinstance(env, gym.Env) or is_vector_env(env):
             raise ConfigError(
                 "on_env_error='restart' builds single Gymnasium environments anew: give ids or "

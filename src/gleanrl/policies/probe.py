@@ -480,6 +480,9 @@ def _first_call(
         note(err, "the policy raised this in its first call, on what the first reset gave")
         if isinstance(err, IndexError) and not batch:
             note(err, "one environment has no batch dimension; with num_envs=1 it has one")
+        unknown = [key for key in states if key not in first]
+        if unknown and isinstance(err, KeyError):  # it cannot begin with a state of its own
+            raise unknown_state(unknown) from err
         error = diagnose(err, policy, given, missing, states) if _is_misfit(err) else None
         if error is not None:
             raise error from err

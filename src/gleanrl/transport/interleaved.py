@@ -10,6 +10,7 @@ from time import monotonic
 from typing import cast
 
 from gleanrl.core import messages as m
+from gleanrl.core.errors import EnvError
 from gleanrl.core.protocols import InlineSource, JointAct, Stop
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.worker_loop import OpenWindow
@@ -32,9 +33,16 @@ class InterleavedBackend(InlineBackend):
                     next(rollout)  # the last step is over, and the policy has acted
                     next(rollout)  # the environments step
                 except StopIteration as end:
-                    self._replies.append(end.value)
+                    self._replies.append(_placed(end.value, "group"))
                     rollouts.remove(rollout)
         return self._replies.popleft()
+
+
+def _placed(reply: m.Rolled | m.Failed, kind: str) -> m.Rolled | m.Failed:
+    """Say whose rollout failed, where the error only numbers the environments of that rollout."""
+    if isinstance(reply, m.Failed) and isinstance(reply.error, EnvError):
+        reply.error.add_note(f"in the rollout of {kind} {reply.worker}")
+    return reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ class JointBackend(InlineBackend):
         rollout.resume(error)
         if rollout.reply is not None:
             del self._running[rollout.worker]
-            self._replies.append(rollout.reply)
+            self._replies.append(_placed(rollout.reply, "worker"))
         elif rollout.act is not None:
             rollout.due_since = monotonic()
             self._due.append(rollout)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 
@@ -61,8 +63,7 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
         return plain
     try:
         kind, args, attributes = pickle.loads(remote.error)
-        # The original's own `__new__`: that of RuntimeError is not safe for an OSError.
-        error: BaseException = kind.__new__(_both(kind), *args)
+        error = _made(kind, args)
         error.args = args
         vars(error).update(attributes, _text=text, headline=headline, __notes__=notes)
         if isinstance(error, WorkerDied):  # a worker of the worker's: none of ours
@@ -70,6 +71,20 @@ def raised(worker: int, remote: RemoteError) -> BaseException:
     except Exception:  # classes that cannot be loaded here, or not combined
         return plain
     return error
+
+
+def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an error without its ``__init__``, which may take other arguments.
+
+    Which built-in ``__new__`` is safe for both classes depends on their memory: not that of
+    RuntimeError for an OSError, nor that of MemoryError.
+    """
+    for base in kind.__mro__:
+        if "__new__" in vars(base):
+            with contextlib.suppress(TypeError):
+                error: BaseException = base.__new__(_both(kind), *args)
+                return error
+    raise TypeError(kind)
 
 
 def _both(kind: type[BaseException]) -> type[BaseException]:

@@ -1,0 +1,254 @@
+"""Runs every fault in every kind of collector, and prints the outcomes as a table.
+
+``python -m tools.faults [--publish] [--peers] [--ray] [-k WORDS]``. The cells are the tests of
+``tests/faults/test_matrix.py``. ``--peers`` has TorchRL's collectors meet the same faults, each in
+a process of its own that is ended after `LIMIT_S`. ``--publish`` writes a table into
+``docs/reliability.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.processes import descendants
+
+import gleanrl
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+LIMIT_S = 20.0
+"""Seconds after the fault in which a peer may say something."""
+START_S = 60.0
+PEERS = ("TorchRL sync", "TorchRL async")
+MODES = {"raise": "", "relaunch": "replaced ", "restart": "built anew "}
+Cells = dict[str, dict[str, list[tuple[str, str, str]]]]
+"""By fault and column: setting, outcome and time of each cell."""
+
+
+class Collecting:
+    """A plugin of pytest that notes the outcome of each cell."""
+
+    def __init__(self) -> None:
+        """Note nothing yet."""
+        self.cells: Cells = defaultdict(lambda: defaultdict(list))
+        self.wrong = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the outcome of a test that has run."""
+        if report.outcome == "failed":
+            self.wrong += 1
+            cell = re.search(r"\[(.*), (.*), (\w+)\]", report.nodeid)
+            if cell is not None:
+                self.cells[cell[1]][cell[2]].append((cell[3], "fails", ""))
+        elif report.when == "call" and report.passed:
+            properties: dict[str, Any] = dict(report.user_properties)
+            for fault, column, mode, said, seconds in properties.values():
+                self.cells[fault][column].append((mode, said, f"{seconds:.2f} s"))
+
+
+def ours(words: str, ray: bool) -> Collecting:
+    """Run the cells of this library."""
+    os.environ["GLEANRL_FAULTS"] = "all ray" if ray else "all"
+    found = Collecting()
+    options = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "--tb=short"]
+    pytest.main([*options, "-k", words, str(ROOT / "tests" / "faults")], plugins=[found])
+    return found
+
+
+# -- TorchRL ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+import functools, os, sys, time, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = {path!r}
+from test_matrix import AT, FAULTS, Counting
+from gleanrl.testing import FaultyEnv
+from torchrl import collectors
+from torchrl.envs import GymWrapper
+
+def make(number, fault=None, mark=None):
+    env = functools.partial(Counting, number, pause=0.001)
+    if fault is not None:
+        row = FAULTS[fault]
+        at = AT if row.when == "step" else 4
+        once = None if row.act == "sleep" else mark
+        env = FaultyEnv(env, row.act, when=row.when, at=at, seconds=0.05, once=once)
+        return GymWrapper(env)
+    return GymWrapper(env())
+
+def learn(kind, fault, mark):
+    envs = [functools.partial(make, 0), functools.partial(make, 1, fault, mark)]
+    each = 16 if kind == "sync" else 8
+    kinds = {{"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}}
+    collector = kinds[kind](envs, None, frames_per_batch=each, total_frames=each * 25)
+    frames = total = 0
+    for batch in collector:
+        rows = batch["next", "observation"].reshape(-1, 2)
+        total += len(rows)
+        frames += int((rows[:, 0] == 1).sum())
+    print(f"SAID no error; {{frames}} of {{total}} frames are of the environment", flush=True)
+    collector.shutdown()
+
+if __name__ == "__main__":
+    began = time.time()
+    try:
+        learn(*sys.argv[1:])
+    except BaseException as error:
+        happened = os.path.getmtime(sys.argv[3]) if os.path.exists(sys.argv[3]) else began
+        text = (str(error).splitlines() or [""])[0][:90]
+        took = f"{{time.time() - happened:.1f}} s"
+        print(f"SAID {{type(error).__name__}} \u201c{{text}}\u201d, {{took}}", flush=True)
+        raise
+"""
+
+
+def peer(kind: str, fault: str) -> str:
+    """Have a collector of TorchRL meet a fault; return what happened."""
+    path = [str(ROOT / "tests" / name) for name in ("faults", "processes", "distributed")]
+    with tempfile.TemporaryDirectory() as folder:
+        program, mark = Path(folder, "program.py"), Path(folder, "happened")
+        program.write_text(SCRIPT.format(path=[*path, *sys.path]))
+        command = [sys.executable, str(program), kind, fault, str(mark)]
+        with open(Path(folder, "said"), "w+") as said:
+            learner = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+            ended = os.pidfd_open(learner.pid)
+            began = time.monotonic()
+            while not mark.exists() and time.monotonic() < began + START_S:
+                if select.select([ended], [], [], 0.05)[0]:
+                    break
+            below = descendants(learner.pid)
+            in_time = bool(select.select([ended], [], [], LIMIT_S)[0])
+            learner.kill()
+            learner.wait()
+            os.close(ended)
+            left = _left(below)
+            said.seek(0)
+            text = said.read()
+    stays = f"; {len(left)} of its processes stay" if left else ""
+    return outcome(text, learner.returncode, in_time) + stays
+
+
+def _left(below: Iterable[int]) -> list[int]:
+    """Return the processes that have not ended five seconds later, and kill them."""
+    end = time.monotonic() + 5.0
+    left = list(below)
+    while left and time.monotonic() < end:
+        time.sleep(0.1)
+        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def outcome(text: str, code: int, in_time: bool) -> str:
+    """Say what became of a learner, by what it printed and how it ended."""
+    said = [line.removeprefix("SAID ") for line in text.splitlines() if line.startswith("SAID ")]
+    if said:
+        return said[0] + ("" if in_time else f"; does not exit within {LIMIT_S:.0f} s")
+    if not in_time:
+        return f"hangs (more than {LIMIT_S:.0f} s)"
+    return f"the learner is killed by signal {-code}" if code < 0 else f"exits with code {code}"
+
+
+def peers(words: str) -> Cells:
+    """Run TorchRL's collectors."""
+    calls = [(name, kind) for name in matrix().FAULTS for kind in PEERS if words in name]
+    found: Cells = defaultdict(lambda: defaultdict(list))
+    with ThreadPoolExecutor(2) as pool:
+        said = pool.map(lambda call: peer(call[1].split()[1], call[0]), calls)
+        for (fault, kind), text in zip(calls, said, strict=True):
+            print(f"{fault}, {kind}: {text}", flush=True)
+            found[fault][kind].append(("raise", text, ""))
+    return found
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def matrix() -> Any:
+    """Return the module of the cells."""
+    sys.path[:0] = [str(ROOT / "tests" / name) for name in ("faults", "processes", "distributed")]
+    return importlib.import_module("test_matrix")
+
+
+def table(cells: Cells) -> str:
+    """Return a table with a row for each fault, in the order of the tests."""
+    module = matrix()
+    rows = [name for name in (*module.FAULTS, *module.SCARCE, *module.SIGNALS) if name in cells]
+    there = {name for row in cells.values() for name in row}
+    columns = [name for name in (*module.COLUMNS, *PEERS) if name in there]
+    lines = [f"| fault | outcome | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for fault in rows:
+        found = [one for cell in cells[fault].values() for one in cell if not MODES[one[0]]]
+        outcomes = [said for _, said, _ in found]
+        usual = max(dict.fromkeys(outcomes), key=outcomes.count)
+        texts = [_text(cells[fault].get(name, []), usual) for name in columns]
+        lines.append(f"| {fault} | {usual} | {' | '.join(texts)} |")
+    if there & set(PEERS):  # each outcome is another
+        lines = [re.sub(r"^(\|[^|]*\|)[^|]*\|", r"\1", line) for line in lines]
+    return "\n".join(lines) + "\n"
+
+
+def _text(cell: Sequence[tuple[str, str, str]], usual: str) -> str:
+    parts = []
+    for mode, said, took in sorted(cell, key=lambda one: list(MODES).index(one[0])):
+        different = said not in ((usual,) if mode == "raise" else ("goes on",)) or not took
+        parts.append(f"{MODES[mode]}{f'{said} ' if different else ''}{took}".strip())
+    return "<br>".join(parts).replace("|", "/") or "-"
+
+
+def publish(name: str, text: str) -> None:
+    """Write a table between the marks of its name on the page."""
+    page = PAGE.read_text()
+    start, end = f"<!-- faults: {name} -->\n", "<!-- end of faults -->"
+    before, mark, rest = page.partition(start)
+    if not mark:
+        raise SystemExit(f"{PAGE} has no mark {start!r}")
+    _, end, after = rest.partition(end)
+    PAGE.write_text(before + mark + text + end + after)
+
+
+def main() -> int:
+    """Run the cells; return 1 if one is not as promised."""
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
+    parser.add_argument("--publish", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--peers", action="store_true", help="TorchRL's collectors instead of ours")
+    parser.add_argument("--ray", action="store_true", help="with the column of Ray")
+    parser.add_argument("-k", default="", metavar="WORDS", help="only cells with these words")
+    given = parser.parse_args()
+    found, wrong = Collecting(), 0
+    if given.peers:
+        cells = peers(given.k)
+    else:
+        found = ours(given.k, given.ray)
+        cells, wrong = found.cells, found.wrong
+    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
+    of = f"TorchRL {version('torchrl')}" if given.peers else f"GleanRL {gleanrl.__version__}"
+    text = f"{table(cells)}\n{of}, {datetime.date.today()}, {os.cpu_count()} cores, load {load}.\n"
+    print(text)
+    if given.publish:
+        publish("peers" if given.peers else "ours", text)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
