@@ -39,7 +39,6 @@ SUITES = {
     "ray": Suite("cases.workers", "ray", 7, 1.0),
     "central": Suite("cases.central", "all_cases", 7, 3.0),
     "gpu": Suite("cases.gpu", "all_cases", 7, 1.0),
-    "replay": Suite("cases.replay", "all_cases", 9, 0.3),
     "training_rates": Suite("cases.training_rates", "all_cases", 7, 3.0),
     "training": Suite("training", "measure", 5, 120.0),
     "watching": Suite("watching", "measure", 7, 20.0),
