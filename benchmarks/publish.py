@@ -240,28 +240,6 @@ def _training(document: dict[str, Any], _: str) -> list[str]:
     return [*table, "", reached, *_origin([document])]
 
 
-def _watching(document: dict[str, Any], _: str) -> list[str]:
-    """Return a row per size of batches: percent of the time that each part of watching takes."""
-    cases = document["cases"]
-    names = list(dict.fromkeys(n for one in cases.values() for n in one["rounds"][0]["parts"]))
-    rows = []
-    for case, found in cases.items():
-        parts = [[one["parts"][n] for one in found["rounds"] if n in one["parts"]] for n in names]
-        percent = found["percent"]
-        rows.append(
-            (
-                case,
-                f"{found['microseconds']['median']:,.0f}",
-                *(f"{summary(part)['median']:.2f} %" if part else "" for part in parts),
-                f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})",
-                f"{found['turns']['median']:.1f} %" if "turns" in found else "",
-                f"{found['timeline']['median']:.2f} %",
-            )
-        )
-    head = "batches", "microseconds each", *names, "all (quartiles)", "by turns", "timeline"
-    return [*markdown(head, rows), "", *_origin([document])]
-
-
 def _scaling(document: dict[str, Any], only: str) -> list[str]:
     """Return the simulated rows of one case, or of all, or the straggler factors."""
     if only == "stragglers":
@@ -275,7 +253,6 @@ _WHOLE = {
     "scripts": _scripts,
     "training": _training,
     "scaling": _scaling,
-    "watching": _watching,
 }
 
 

@@ -41,7 +41,6 @@ SUITES = {
     "gpu": Suite("cases.gpu", "all_cases", 7, 1.0),
     "training_rates": Suite("cases.training_rates", "all_cases", 7, 3.0),
     "training": Suite("training", "measure", 5, 120.0),
-    "watching": Suite("watching", "measure", 7, 20.0),
     "scaling": Suite("scaling", "measure", 1, 0.0),
 }
 MINUTES = 15
