@@ -130,7 +130,7 @@ class Still(gym.Env[Any, Any]):
     def __init__(self, shape: tuple[int, ...] = (4,), dtype: Any = np.float32) -> None:
         high = 255 if np.dtype(dtype) == np.uint8 else 1
         self.observation_space = gym.spaces.Box(0, high, shape, dtype)
-        self._seen = np.zeros(shape, dtype)
+        self._seen = np.ones(shape, dtype)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         return self._seen, {}
@@ -139,26 +139,6 @@ class Still(gym.Env[Any, Any]):
         return self._seen, 0.0, False, False, {}
 
 
-class Stamped(Still):
-    """Counts its steps in its observation.
-
-    An observation is ``size`` bytes: eight for the number of steps so far, eight for the number of
-    the environment, and ones.
-    """
-
-    def __init__(self, number: int, size: int) -> None:
-        super().__init__((size,), np.uint8)
-        self._seen[:] = 1
-        self._stamp = self._seen[:16].view(np.int64)
-        self._stamp[:] = 0, number
-        self._count = 0
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._count += 1
-        self._stamp[0] = self._count
-        return self._seen, 0.0, False, False, {}
-
-
-def stamped(count: int, size: int) -> list[Callable[[], Stamped]]:
-    """Return ``count`` factories of `Stamped`."""
-    return [partial(Stamped, number, size) for number in range(count)]
+def still_bytes(size: int) -> Callable[[], Still]:
+    """Return a factory of `Still` with observations of ``size`` bytes."""
+    return partial(Still, (size,), np.uint8)
