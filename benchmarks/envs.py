@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,25 +53,15 @@ def cartpole_checked() -> gym.Env[Any, Any]:
 
 
 def half_cheetah() -> gym.Env[Any, Any]:
-    """Return HalfCheetah as all systems get it."""
-    with _silent():
-        return unchecked("HalfCheetah-v5")
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Drop the output of C code: MuJoCo prints a remark about this model per environment."""
-    kept = [os.dup(stream) for stream in (1, 2)]
-    sink = os.open(os.devnull, os.O_WRONLY)
+    """Return HalfCheetah as all systems get it, without MuJoCo's remark about its model."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), 2)
     try:
-        for stream in (1, 2):
-            os.dup2(sink, stream)
-        yield
+        return unchecked("HalfCheetah-v5")
     finally:
-        for stream, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, stream)
-            os.close(copy)
-        os.close(sink)
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def pong() -> gym.Env[Any, Any]:
