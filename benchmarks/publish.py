@@ -372,7 +372,6 @@ def pictures() -> Iterator[tuple[Path, str]]:
             groups.append(Group(head, bars))
             used += found
         yield PICTURES / f"{name}.svg", picture.draw(title, groups, _caption(*used))
-    yield PICTURES / "scaling.svg", scaling.draw(_published("scaling")["tables"])
 
 
 def _caption(*entries: dict[str, Any]) -> list[str]:

@@ -302,7 +302,7 @@ class _FirstCome:
         self._send()
 
 
-# -- cases, tables and the picture -----------------------------------------------------------------
+# -- cases and tables ------------------------------------------------------------------------------
 
 TEN_GIGABIT = 1.25e9
 NETWORK = Cluster(
@@ -344,7 +344,6 @@ def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
             row[name] = found.frames_per_s
             row[f"{name} lag"] = found.lag
             row[f"{name} binds"] = binding(cluster)
-            row[f"{name} bounds"] = bounds(cluster)
         rows.append(row)
     return rows
 
@@ -376,20 +375,6 @@ def show_stragglers(factors: dict[str, list[float]]) -> list[str]:
     columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
     rows = zip((f"{count:,}" for count in NODES), *columns, strict=True)
     return picture.markdown(["nodes", *factors], rows, "---:")
-
-
-def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:
-    """Return rates over nodes as SVG, with the bounds of the asynchronous way as dashed lines."""
-    panels = {}
-    for name, rows in tables.items():
-        curves = {way: [(row["nodes"], row[way]) for row in rows] for way in list(WAYS)[:3]}
-        for bound in ("node", "link in", "learner"):
-            values = [(row["nodes"], row["async bounds"][bound]) for row in rows]
-            top = 4 * max(row["async"] for row in rows)
-            curves[f"bound: {bound}"] = [point for point in values if point[1] <= top]
-        panels[name] = {key: curve for key, curve in curves.items() if curve}
-    notes = ["Simulated, not measured. Across: nodes. Up: frames per second. Both logarithmic."]
-    return picture.curves("Frames per second over nodes", panels, notes)
 
 
 def measure(*_: float) -> dict[str, Any]:
