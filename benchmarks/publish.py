@@ -23,7 +23,7 @@ from typing import Any
 from tools.torchrl_scripts import rate
 
 from benchmarks import picture, scaling
-from benchmarks.harness import OURS, summary
+from benchmarks.harness import OURS, compared
 from benchmarks.picture import Group, markdown, spread, times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,10 +68,7 @@ def merged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found = {}
         for name, ratio in last.get(kind, {}).items():
             runs = [one[kind][name]["median"] for one in entries if name in one[kind]]
-            values, target = summary(runs), ratio["target"]
-            met = None if target is None else values["median"] >= target
-            between = [min(runs), max(runs)]
-            found[name] = {**ratio, **values, "met": met, "rounds": runs, "between": between}
+            found[name] = {**compared(ratio["target"], runs), "between": [min(runs), max(runs)]}
         return found
 
     rates = {
