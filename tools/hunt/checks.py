@@ -91,31 +91,28 @@ def frames_of(batch: TensorDictBase) -> Iterator[Frame]:
     mask = flat.get(("collector", "mask"), None)
     if mask is not None:
         flat = flat[mask.reshape(-1)]
-    nothing = [None] * len(flat)
 
-    def numbers(*key: str, each: bool = True) -> list[Any]:
-        value = flat.get(key if len(key) > 1 else key[0], None)
+    def rows(*key: str) -> list[Any]:
+        value = flat.get(key, None)
         if value is None:
-            return list(nothing)
-        listed: list[Any] = (value.reshape(len(flat)) if each else value).tolist()
-        return listed
+            return [None] * len(flat)
+        return [tuple(row) for row in value.reshape(len(flat), -1).tolist()]
+
+    def numbers(*key: str) -> list[Any]:
+        return [row and row[0] for row in rows(*key)]
 
     extras = {name: numbers(name) for name in EXTRAS if name in flat.keys()}
     columns = [
-        numbers("observation", each=False),
-        numbers("next", "observation", each=False),
-        numbers("action", each=False),
+        rows("observation"),
+        rows("next", "observation"),
+        rows("action"),
         numbers("next", "reward"),
         *(numbers("next", name) for name in ("terminated", "truncated", "done")),
         numbers("policy_version"),
         numbers("collector", "traj_ids"),
     ]
-    others: list[Any]
-    for at, (root, after, action, *others) in enumerate(zip(*columns, strict=True)):
-        shown = None if after is None else tuple(after)
-        more = {name: values[at] for name, values in extras.items()}
-        tail: Any = (*others, more)
-        yield Frame(tuple(root), shown, tuple(action), *tail)
+    for at, fields in enumerate(zip(*columns, strict=True)):
+        yield Frame(*fields, {name: values[at] for name, values in extras.items()})
 
 
 @dataclass
