@@ -18,36 +18,35 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 
 from benchmarks import publish
-from benchmarks.harness import OURS, WRONG, run_case
+from benchmarks.harness import OURS, WRONG, Case, run_case
 from benchmarks.machine import origin
 from benchmarks.processes import in_fresh_process
 from benchmarks.systems.ours import quiet_worker
 
 
 class Suite(NamedTuple):
-    """Where a suite is, below `benchmarks`, and how long it measures by default."""
+    """Where a suite is, below `benchmarks.cases`, and how long it measures by default."""
 
     module: str
     function: str
-    """Returns the cases of rates; or measures rounds of some seconds, and returns the results."""
+    """Returns its cases."""
     rounds: int
     seconds: float
 
-    def find(self) -> Any:
-        """Return the function."""
-        return getattr(import_module(f"benchmarks.{self.module}"), self.function)
+    def all_cases(self) -> list[Case]:
+        """Return its cases."""
+        found = getattr(import_module(f"benchmarks.cases.{self.module}"), self.function)()
+        return list(found)
 
 
 SUITES = {
-    "single": Suite("cases.single", "all_cases", 7, 1.0),
-    "multi": Suite("cases.workers", "multi", 7, 1.0),
-    "distributed": Suite("cases.workers", "distributed", 7, 1.0),
-    "ray": Suite("cases.workers", "ray", 7, 1.0),
-    "central": Suite("cases.central", "all_cases", 7, 3.0),
-    "gpu": Suite("cases.gpu", "all_cases", 7, 1.0),
-    "training_rates": Suite("cases.training_rates", "all_cases", 7, 3.0),
-    "training": Suite("training", "measure", 5, 120.0),
-    "scaling": Suite("scaling", "measure", 1, 0.0),
+    "single": Suite("single", "all_cases", 7, 1.0),
+    "multi": Suite("workers", "multi", 7, 1.0),
+    "distributed": Suite("workers", "distributed", 7, 1.0),
+    "ray": Suite("workers", "ray", 7, 1.0),
+    "central": Suite("central", "all_cases", 7, 3.0),
+    "gpu": Suite("gpu", "all_cases", 7, 1.0),
+    "training_rates": Suite("training_rates", "all_cases", 7, 3.0),
 }
 MINUTES = 15
 """Longest that one case may take."""
@@ -56,20 +55,16 @@ MINUTES = 15
 def main() -> None:
     """Run the chosen cases, print and save the results."""
     options = _parse()
-    suite = SUITES[options.suite]
     # Exiting ends the processes of a case.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     doc = {**origin(), "settings": {"rounds": options.rounds, "seconds": options.seconds}}
-    if suite.function == "measure":
-        doc |= suite.find()(options.rounds, options.seconds)
-    else:
-        names = [case.name for case in suite.find()()]
-        chosen = [name for name in names if any(fnmatch(name, only) for only in options.only)]
-        if options.list or not chosen:
-            print("\n".join(names))
-            return
-        doc["cases"] = {name: _in_process(name, options) for name in chosen}
-    print("\n".join(publish.measured(options.suite, doc)))
+    names = [case.name for case in SUITES[options.suite].all_cases()]
+    chosen = [name for name in names if any(fnmatch(name, only) for only in options.only)]
+    if options.list or not chosen:
+        print("\n".join(names))
+        return
+    doc["cases"] = {name: _in_process(name, options) for name in chosen}
+    print("\n".join(publish.rates(doc["cases"].values())))
     path = (options.out or Path("benchmarks/results", options.suite)) / "results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(doc, indent=1) + "\n")
@@ -97,7 +92,7 @@ def run_named(suite: str, name: str, rounds: int, seconds: float) -> dict[str, A
     quiet_worker()
     warnings.filterwarnings("ignore")
     gym.logger.min_level = gym.logger.ERROR
-    (case,) = (case for case in SUITES[suite].find()() if case.name == name)
+    (case,) = (case for case in SUITES[suite].all_cases() if case.name == name)
 
     def tick(text: str) -> None:
         print(f"\r{name}: {text:60}", end="", file=sys.stderr)
@@ -119,7 +114,7 @@ def _in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def remarks(doc: dict[str, Any]) -> list[str]:
     """Return a line per comparison of batches, skipped system and missed target."""
     lines = []
-    for case, entry in doc.get("cases", {}).items():
+    for case, entry in doc["cases"].items():
         lines += [f"{case}: {line}" for line in entry["agreement"]]
         lines += [f"{case}: {name} skipped: {why}" for name, why in entry["skipped"].items()]
         lines += [

@@ -1,16 +1,19 @@
 """Frames per second against the number of nodes: a model, simulated, beside closed-form bounds.
 
-Nothing here runs a collector: `docs/scaling.md` says what the model leaves out.
+``python -m benchmarks.scaling`` simulates every case and publishes the results. Nothing here runs a
+collector: `docs/scaling.md` says what the model leaves out.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -355,8 +358,13 @@ def _rollouts(cluster: Cluster) -> int:
     return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
 
 
-def show(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows as lines of Markdown."""
+def show(document: dict[str, Any], name: str) -> list[str]:
+    """Return a case's rows as lines of Markdown, or the straggler factors."""
+    if name == "stragglers":
+        factors = document[name]
+        columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
+        nodes = (f"{count:,}" for count in NODES)
+        return picture.markdown(["nodes", *factors], zip(nodes, *columns, strict=True), "---:")
     head = "nodes", "sync", "binds", "sync, one object", "async", "binds", "lag", "lag, one object"
     cells = (
         (
@@ -365,19 +373,18 @@ def show(rows: Sequence[dict[str, Any]]) -> list[str]:
             *(short(row["async"]), row["async binds"]),
             *(f"{row[f'{way} lag']:.1f}" for way in ("async", "async, one object")),
         )
-        for row in rows
+        for row in document["tables"][name]
     )
     return picture.markdown(head, cells, "---:")
 
 
-def show_stragglers(factors: dict[str, list[float]]) -> list[str]:
-    """Return straggler factors, by spread and then by number of nodes, as lines of Markdown."""
-    columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
-    rows = zip((f"{count:,}" for count in NODES), *columns, strict=True)
-    return picture.markdown(["nodes", *factors], rows, "---:")
-
-
-def measure(*_: float) -> dict[str, Any]:
-    """Simulate every case; there are no rounds to repeat, and no seconds to measure for."""
+def main() -> None:
+    """Simulate every case and publish the results."""
     factors = {f"{spread}": [straggler_factor(n, spread) for n in NODES] for spread in SPREADS}
-    return {"stragglers": factors, "tables": {name: table(case) for name, case in CASES.items()}}
+    tables = {name: table(case) for name, case in CASES.items()}
+    text = json.dumps({"stragglers": factors, "tables": tables}, indent=1)
+    Path(__file__).with_name("published").joinpath("scaling.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
