@@ -112,7 +112,8 @@ def frames_of(batch: TensorDictBase) -> Iterator[Frame]:
         numbers("collector", "traj_ids"),
     ]
     for at, fields in enumerate(zip(*columns, strict=True)):
-        yield Frame(*fields, {name: values[at] for name, values in extras.items()})
+        known: list[Any] = [*fields, {name: values[at] for name, values in extras.items()}]
+        yield Frame(*known)
 
 
 @dataclass
