@@ -72,7 +72,8 @@ class TransformedRows(EnvRows):
 
     def own_spec(self, key: Key) -> Spec | None:
         """Return the spec of an action that the Gymnasium environments' space declares."""
-        return self._recorded.action_specs.get(key)
+        masks = any(type(part).__name__ == "ActionMask" for part in self.parts.transforms)
+        return None if masks else self._recorded.action_specs.get(key)
 
     @property
     def inner(self) -> Any:
