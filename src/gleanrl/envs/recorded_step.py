@@ -6,7 +6,7 @@ return, for all members at once, and the results are copied into the rows of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -48,8 +48,13 @@ _NOTHING: tuple[int, ...] = ()
 class RecordedStep:
     """The steps of an environment of `Parts`, with the present settings of its transforms."""
 
-    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+    def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key] = ()) -> None:
         """Record what the transforms do.
+
+        Args:
+            layout: What the environment shows.
+            parts: What it consists of.
+            passed: Observations that the policy writes under ``"next"`` before each step.
 
         Raises:
             Unproven: that is not known.
@@ -62,7 +67,7 @@ class RecordedStep:
             parts.watch(watch)
         except Unwatchable as err:
             raise Unproven(f"settings of a transform cannot be watched: {err}") from err
-        self._memory = memory = _Memory(layout, parts)
+        self._memory = memory = _Memory(layout, parts, passed)
         settings, constants, batch = parts.numbers, watch.tensors, layout.batch_shape
 
         def recorded(name: str, before: Entries, data: Entries) -> TransformProgram:
@@ -175,8 +180,8 @@ class RecordedStep:
 
 def _phases(parts: Parts, name: str) -> Iterable[Method]:
     """Return a phase of all transforms, in the order in which they are called."""
-    transforms: Iterable[Any] = parts.transforms
-    for part in reversed(parts.transforms) if name == "_inv_call" else transforms:
+    transforms: list[Any] = list(parts.transforms)
+    for part in reversed(transforms) if name == "_inv_call" else transforms:
         trial, state = None, []
         only: list[Any] | None = None
         if name == "_inv_call":
@@ -209,7 +214,7 @@ def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
 class _Memory:
     """The rows of one step, before and behind the transforms; arrays and tensors share memory."""
 
-    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+    def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key]) -> None:
         """Allocate rows.
 
         Raises:
@@ -219,10 +224,11 @@ class _Memory:
         self.rows, self.count = _members_of(parts, batch), envs
         inner = self.rows.layout
         shown = [*inner.observations, *FLAGS]
-        after = [Field(next_key(f.key), f.shape, f.dtype) for f in (*shown, *inner.rewards)]
+        after = map(_after, (*shown, *inner.rewards))
         self.raw = Window.allocate([*inner.observations, *inner.actions, *after], envs, 1)
         """What the members read and return."""
-        taken = Window.allocate(layout.actions, envs, 1)
+        passing = [field for field in layout.observations if field.key in passed]
+        taken = Window.allocate([*layout.actions, *map(_after, passing)], envs, 1)
         root = Window.allocate([*layout.observations, *FLAGS], envs, 1)
         theirs = spec_fields(parts.members[0].full_observation_spec, ())
         names = {}
@@ -231,10 +237,8 @@ class _Memory:
         self.held = reset_rows(parts)
         self.behind = Window.allocate(shown, envs, 1)
         """What they show after a step."""
-        held = {f.key: self.held.get(names.get(f.key, f.key)) for f in shown}
-        own = Window.allocate([f for f in shown if held[f.key] is None], envs, 1)
-        fresh = {key: own.tensor(key) if v is None else v[:, None] for key, v in held.items()}
-        self.fresh = Window(fresh, envs, 1)
+        found = {f: self.held.get(names.get(f.key, f.key)) for f in shown}
+        self.fresh = _window_over(found, envs)
         """What their last resets returned; in the environment's memory, if it keeps that."""
 
         def entries(window: Window, fields: Sequence[Field], nxt: bool = False) -> Entries:
@@ -259,7 +263,8 @@ class _Memory:
         self._reward = self.raw.rows(next_key(REWARD))[0]
         self._raised = [self.raw.rows(next_key(flag.key))[0] for flag in FLAGS]
         self._ended = False
-        self.given_rows = [(f.key, taken.rows(f.key)[0]) for f in layout.actions]
+        self.stepped |= entries(taken, passing, nxt=True)
+        self.given_rows = [(key, taken.rows(key)[0]) for key in taken.keys()]
 
     def bind(
         self,
@@ -324,6 +329,17 @@ class _Memory:
         self.rows.reset(self.fresh, envs)
         self._mask.fill(False)
         self._mask[envs] = True
+
+
+def _after(field: Field) -> Field:
+    return replace(field, key=next_key(field.key))
+
+
+def _window_over(held: Mapping[Field, torch.Tensor | None], envs: int) -> Window:
+    """Return a window of one row over the tensors in ``held``, and over new ones for ``None``."""
+    own = Window.allocate([field for field, one in held.items() if one is None], envs, 1)
+    tensors = {f.key: own.tensor(f.key) if v is None else v[:, None] for f, v in held.items()}
+    return Window(tensors, envs, 1)
 
 
 class _Members(GymnasiumEnv):

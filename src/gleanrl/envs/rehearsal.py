@@ -7,6 +7,7 @@ bit.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key, as_key, next_key
-from gleanrl.core.layout import Field
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
@@ -69,6 +70,7 @@ def _prove(rows: TransformedRows) -> None:
         casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
         plain, other = (_twin(parts, tapes) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
+        twin.pass_on(rows.passed)
         stateful = any(map(is_stateful, parts.transforms))
         if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
@@ -108,6 +110,9 @@ def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
         for field in layout.actions:
             rows_of_action = window.tensor(field.key)[:, t]
             rows_of_action.copy_(plain.root.get(field.key).reshape(rows_of_action.shape))
+        for field in (field for field in layout.observations if field.key in rows.passed):
+            written = window.tensor(next_key(field.key))[:, t].copy_(_made_up(field, layout, t))
+            plain.root.set(next_key(field.key), written.reshape(*layout.batch_shape, *field.shape))
         steps: list[TensorDictBase] = []
         cut = (0,) if t == _CUT_AT else ()
         ended = plain.step(cut, steps.append)
@@ -126,6 +131,12 @@ def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
         for field in fields:
             _require_equal(field.key, found[field.key], window.tensor(field.key)[:, t])
     rows.finish(_STEPS)
+
+
+def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
+    """Return values for a field of all environments, others at each step."""
+    shape = (layout.num_envs, *field.shape)
+    return (torch.arange(math.prod(shape)).reshape(shape) * 7 + t * 5).remainder(11).to(field.dtype)
 
 
 def _places(parts: Parts) -> set[int]:

@@ -47,7 +47,8 @@ _STATELESS = {
         *("_tensor.CatTensors", "_keys.RenameTransform", "_keys.ExcludeTransform"),
         *("_keys.SelectTransform", "_keys.RemoveEmptySpecs", "_reward.LineariseRewards"),
         *("_action.ActionScaling", "_action.ActionDiscretizer"),
-        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck", "_action.DiscreteActionProjection"),
+        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck", "_env.TensorDictPrimer"),
+        "_action.DiscreteActionProjection",
     )
 }
 """Transforms whose results depend on nothing but their settings and the data of the step."""
@@ -148,6 +149,18 @@ class Parts:
     def numbers(self) -> list[torch.Tensor]:
         """Buffers of transforms that only arithmetic reads."""
         return [one for one in self._buffers() if one.dtype is not torch.bool]
+
+    @property
+    def primed(self) -> dict[Key, bool]:
+        """Entries that pass on what the policy writes, and whether episodes begin with zeros."""
+        found = {}
+        primers: list[Any] = list(filter(_is_primer, self.transforms))
+        for part in primers:
+            first = part.default_value
+            for key in part.primers.keys(True, True):
+                zero = isinstance(first, dict) and not part.random and first[key] == 0
+                found[as_key(key)] = zero
+        return found
 
     def _buffers(self) -> list[torch.Tensor]:
         return [one for part in self.transforms for one in part.buffers()]
@@ -308,7 +321,7 @@ def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
     with warnings.catch_warnings(action="ignore"):  # about the originals they were given already
         whole = serial(len(makers), makers)
         for shell in shells:
-            parts = _led(_chain_of([shell]))[1]
+            parts: Sequence[Any] = _led(_chain_of([shell]))[1]
             whole = type(shell)(whole, compose(*[part.clone() for part in parts]))
         whole.reset()
     return whole
@@ -334,9 +347,20 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
         return
     if qualified(type(transform)) not in {*_STATELESS, *_STATEFUL, *_CALLED, *_LEADING}:
         raise Unproven(f"{name} is not known to depend on the data of one step alone")
+    if _is_primer(transform) and any(map(callable, _defaults(transform))):
+        raise Unproven(f"{name} calls a function for the values that episodes begin with")
     if name == "StepCounter" and not transform.update_done:
         raise Unproven("StepCounter truncates without ending episodes (update_done=False)")
     yield transform
+
+
+def _is_primer(part: Any) -> bool:
+    return type(part).__name__ == "TensorDictPrimer"
+
+
+def _defaults(primer: Any) -> list[Any]:
+    first = primer.default_value
+    return [first, *(first.values() if isinstance(first, dict) else ())]
 
 
 def _require_plain_gym(member: Any) -> None:
