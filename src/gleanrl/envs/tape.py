@@ -40,16 +40,3 @@ class Tape(gym.Env[Any, Any]):
         late = bool(self._draw.random() < 0.1)
         dead = bool(self._draw.random() < 0.2)
         return self.observation_space.sample(), reward, dead, late, {}
-
-
-class Shown(Tape):
-    """A stand-in that shows what is inside the environment it stands in for."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        """Stand in for ``env``."""
-        super().__init__(env)
-        self._inside = env.unwrapped
-
-    @property
-    def unwrapped(self) -> gym.Env[Any, Any]:
-        return self._inside

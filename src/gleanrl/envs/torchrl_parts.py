@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, starmap
 from multiprocessing.synchronize import SemLock
 from typing import Any
@@ -23,7 +24,7 @@ from torch import nn
 
 from gleanrl.core.keys import Key, as_key
 from gleanrl.envs.serial import SerialEnv
-from gleanrl.envs.tape import Shown
+from gleanrl.envs.tape import Tape
 from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.proofs import is_genuine, is_plain, qualified
@@ -236,6 +237,9 @@ def parts_of(env: Any) -> Parts:
     ends = [(base, ())] if single else list(map(_peeled, _members(base)))
     members, shells = (tuple(part) for part in zip(*ends, strict=True))
     chains = [around] if single else list(map(_chain_of, shells))
+    alone = sorted({type(part).__name__ for part in chains[0]} & _ALONE)
+    if alone and not single:
+        raise Unproven(f"each member has a state or draws of its own in {', '.join(alone)}")
     _require_alike(chains)
     leads, own = (tuple(part) for part in zip(*map(_led, chains), strict=True))
     if single:
@@ -246,10 +250,7 @@ def parts_of(env: Any) -> Parts:
     for member in members:
         _require_plain_gym(member)
     gym_envs = tuple(member._env for member in members)
-    if alone := sorted({type(part).__name__ for part in own[0]} & _ALONE):
-        raise Unproven(f"each member has a state or draws of its own in {', '.join(alone)}")
-    wide = _around_all(members, shells[0]) if own[0] else None
-    inside = () if wide is None else _chain_of(_peeled(wide)[1])
+    wide, inside = _around_all(members, shells[0], own) if own[0] else (None, ())
     transforms = (*inside, *around)
     parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, leads)
     for one in parts.envs:
@@ -310,13 +311,16 @@ _LINKS = ("_container", "_parent")
 _NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
 
 
-def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
+def _around_all(
+    members: Sequence[Any], shells: Sequence[Any], own: Sequence[Sequence[nn.Module]]
+) -> tuple[Any, tuple[nn.Module, ...]]:
     """Return transforms in ``shells``, of one member, around copies of all ``members`` at once.
 
-    They share the buffers of the originals. Only their specs and methods are used.
+    They share the buffers of the originals, those in ``own``. Only their specs and methods are
+    used.
     """
     serial, compose = map(_class, (_SERIAL, _COMPOSE))
-    copies = [_copied(member, Shown(member._env)) for member in members]
+    copies = [_copied(member, Tape(member._env)) for member in members]
     makers = [lambda copy=copy: copy for copy in copies]
     with warnings.catch_warnings(action="ignore"):  # about the originals they were given already
         whole = serial(len(makers), makers)
@@ -324,7 +328,15 @@ def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
             parts: Sequence[Any] = _led(_chain_of([shell]))[1]
             whole = type(shell)(whole, compose(*[part.clone() for part in parts]))
         whole.reset()
-    return whole
+    clones = _chain_of(_peeled(whole)[1])
+    for clone, *originals in zip(clones, *own, strict=True):
+        if type(clone).__name__ == "EndOfLifeTransform":
+            vars(clone)["_get_lives"] = partial(_lives_of, originals)
+    return whole, clones
+
+
+def _lives_of(transforms: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor([part._get_lives() for part in transforms])
 
 
 def _class(name: str) -> Any:
