@@ -41,8 +41,32 @@ class Pair(gym.ObservationWrapper[Any, Any, Any]):
         return {"one": observation, "two": observation}
 
 
+class Masked(gym.ObservationWrapper[Any, Any, Any]):
+    """Allows every action, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        mask, seen = gym.spaces.MultiBinary(2), self.env.observation_space
+        self.observation_space = gym.spaces.Dict(observation=seen, action_mask=mask)
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return {"observation": observation, "action_mask": np.ones(2, np.int8)}
+
+
+class Mortal(Still):
+    """Has lives, as Atari's environments do."""
+
+    @property
+    def ale(self) -> Mortal:
+        return self
+
+    def lives(self) -> int:
+        return 3
+
+
 EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "ActionDiscretizer": (PENDULUM, {"num_intervals": 3}),
+    "ActionMask": (Masked, {}),
     "ActionScaling": (PENDULUM, {}),
     "BinarizeReward": (PENDULUM, {}),
     "CatFrames": (photos, {"N": 4, "dim": -3, "in_keys": ["pixels"]}),
@@ -57,6 +81,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "DiscreteActionProjection": (CARTPOLE, {"num_actions_effective": 2, "max_actions": 3}),
     "DoubleToFloat": (PENDULUM, {}),
+    "EndOfLifeTransform": (Mortal, {}),
     "ExcludeTransform": (Pair, {"excluded": "two"}),
     "ExpandAs": (PENDULUM, {"in_key": "reward", "ref_key": "observation", "out_key": "wide"}),
     "FiniteTensorDictCheck": (PENDULUM, {}),
@@ -79,6 +104,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SqueezeTransform": (photos, {"dim": -1, "in_keys": ["pixels"]}),
     "StepCounter": (PENDULUM, {}),
     "TargetReturn": (PENDULUM, {"target_return": 1.0}),
+    "TensorDictPrimer": (PENDULUM, {}),
     "TimeMaxPool": (PENDULUM, {"in_keys": SEEN}),
     "ToTensorImage": (photos, {}),
     "TrajCounter": (PENDULUM, {}),
@@ -103,12 +129,15 @@ def transforms() -> Iterator[tuple[str, Any]]:
 
 def example(name: str, kind: Any) -> Any:
     """Return an environment with a transform of class ``kind`` around it."""
+    from torchrl.data import Unbounded
     from torchrl.envs import GymWrapper, TransformedEnv
 
     make, kwargs = EXAMPLES[name]
     base: Callable[[], Any] = partial(gym.make, make) if isinstance(make, str) else make
     positional = [value for key, value in kwargs.items() if key in _POSITIONAL]
     named = {key: value for key, value in kwargs.items() if key not in _POSITIONAL}
+    if name == "TensorDictPrimer":
+        named = {"hidden": Unbounded((4,)), "expand_specs": True}
     return TransformedEnv(GymWrapper(base()), kind(*positional, **named))
 
 

@@ -15,13 +15,13 @@ from torchrl.envs import (
     GymWrapper,
     InitTracker,
     NoopResetEnv,
-    RewardScaling,
     RewardSum,
     SerialEnv,
     StepCounter,
     TensorDictPrimer,
     TrajCounter,
     TransformedEnv,
+    UnsqueezeTransform,
     VecNorm,
     VecNormV2,
 )
@@ -110,19 +110,17 @@ BUILDS = {
 }
 
 
-def actor():
-    """Return a policy of as many one-hot actions as the environment takes."""
-    torch.manual_seed(1)
-    return TensorDictModule(Picks(), in_keys=SEEN, out_keys=["action"])
+OURS_ONLY = {"inside ours", "around: lives", "around: VecNorm", "around: VecNormV2"}
+"""TorchRL's collector takes no environments of ours, raises an error where lives are read around
+several members, and makes statistics of more resets at its construction."""
 
 
 class Picks(nn.Module):
     """Picks an action by the observation."""
 
     def forward(self, observation):
-        return nn.functional.one_hot(
-            (observation[..., 0] * 50).abs().long() % self.count, self.count
-        )
+        index = (observation[..., 0] * 50).abs().long() % self.count
+        return nn.functional.one_hot(index, self.count)
 
 
 def actor_for(name):
@@ -135,6 +133,7 @@ def actor_for(name):
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This class is to be deprecated"),
     pytest.mark.filterwarnings("ignore:Support of VecNormV2"),
+    pytest.mark.filterwarnings("ignore:The base_env is not a gym env"),
 ]
 
 
@@ -145,7 +144,7 @@ def test_parts_give_what_the_environment_gives(name, acts):
     assert BY_PARTS in explained[0]
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", [name for name in BUILDS if name not in OURS_ONLY])
 def test_torchrls_collector_gives_the_same(name):
     assert_like_torchrl(BUILDS[name], actor_for(name))
 
@@ -285,7 +284,7 @@ def hooked():
         (one((EndOfLifeTransform, noops)), "NoopResetEnv is not the first"),
         (around((skip, RewardSum)), "FrameSkipTransform is not the first"),
         (inside((TrajCounter,)), "a state or draws of its own in TrajCounter"),
-        (one((Louder, RewardSum)), "Louder is not TorchRL's own"),
+        (one((lambda: Louder(2), RewardSum)), "Louder is not TorchRL's own"),
         (hooked, "has hooks"),
     ],
 )
@@ -365,7 +364,7 @@ def test_states_that_a_policy_writes_pass_through_primers(name, options):
     assert BY_PARTS in explained[-1]
 
 
-@pytest.mark.parametrize("name", PRIMED)
+@pytest.mark.parametrize("name", ["one", "around", "inside"])
 def test_torchrls_collector_passes_the_same_states(name):
     assert_like_torchrl(PRIMED[name], recurrent)
 
@@ -396,16 +395,20 @@ def test_states_pass_on_after_changes(change):
         (lambda: primed_one(0.5), {}, "need not be zeros"),
         (lambda: primed_one(None, random=True), {}, "need not be zeros"),
         (lambda: primed_one(lambda: torch.ones(1, 4)), {}, "calls a function"),
-        (primed_one, {"compact_obs": True}, "compact_obs leaves out"),
     ],
 )
 def test_other_first_states_have_the_environment_stepped_by_its_own_methods(build, options, why):
     assert why in assert_equal(build, actor=recurrent, **options)[0]
 
 
+def test_compact_storage_leaves_no_rows_for_states():
+    explained = collected(primed_one, fast=True, actor=recurrent, compact_obs=True)[1]
+    assert "compact_obs leaves out" in explained[0]
+
+
 def test_a_transform_may_read_the_states():
     def build():
-        scaling = RewardScaling(0.5, 2.0, in_keys=["recurrent_state"], out_keys=["scaled"])
-        return TransformedEnv(small(), Compose(primed_chain(), scaling))
+        column = UnsqueezeTransform(-1, in_keys=["recurrent_state"], out_keys=["column"])
+        return TransformedEnv(small(), Compose(InitTracker(), primed(), column))
 
     assert BY_PARTS in assert_equal(build, actor=recurrent)[0]

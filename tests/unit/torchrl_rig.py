@@ -66,9 +66,8 @@ def assert_equal(build: Callable[[], Any], **kwargs: Any) -> list[str]:
 
 def assert_like_torchrl(build: Callable[[], Any], actor: Callable[[], Any] = policy) -> None:
     """Compare with TorchRL's own collector, from a reset on."""
-    assert not differences(
-        *[_from_reset(kind, build, actor) for kind in (TheirCollector, Collector)]
-    )
+    theirs, ours = (_from_reset(kind, build, actor) for kind in (TheirCollector, Collector))
+    assert not differences(theirs, ours)
 
 
 def _from_reset(kind: Any, build: Callable[[], Any], actor: Callable[[], Any]) -> Outcome:
