@@ -1,6 +1,7 @@
 """TorchRL environments of transforms drawn at random, for the law of the zoo.
 
-The 3,000 from seed 100000 on, up to seed 106748, were checked on 2026-11-27. Two broke the law:
+The 3,000 from seed 100000 on, up to seed 106748, were checked on 2026-11-27, before the transforms
+in `LEADING`, counters, lives and primers were drawn. Two broke the law:
 they have a policy that keeps what it was shown, and an environment that uses its memory again, and
 are tagged since.
 """
