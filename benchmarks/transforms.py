@@ -36,6 +36,29 @@ class Pair(gym.ObservationWrapper[Any, Any, Any]):
         return {"one": observation, "two": observation}
 
 
+class Masked(gym.ObservationWrapper[Any, Any, Any]):
+    """Allows every action, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        mask, seen = gym.spaces.MultiBinary(2), self.env.observation_space
+        self.observation_space = gym.spaces.Dict(observation=seen, action_mask=mask)
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return {"observation": observation, "action_mask": np.ones(2, np.int8)}
+
+
+class Mortal(Still):
+    """Has lives, as Atari's environments do."""
+
+    @property
+    def ale(self) -> Mortal:
+        return self
+
+    def lives(self) -> int:
+        return 3
+
+
 def on(make: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
     """Return where a transform is tried, an id or a function, and its arguments."""
     return make, arguments, options
@@ -43,7 +66,7 @@ def on(make: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
 
 PLAIN = """
 ActionScaling BinarizeReward Compose DoubleToFloat FiniteTensorDictCheck InitTracker
-NoopResetEnv RemoveEmptySpecs RewardSum StepCounter TrajCounter
+NoopResetEnv RemoveEmptySpecs RewardSum StepCounter TensorDictPrimer TrajCounter
 """
 """Transforms without arguments."""
 photos = partial(Still, (16, 16, 3), np.uint8)
@@ -51,6 +74,7 @@ photos = partial(Still, (16, 16, 3), np.uint8)
 EXAMPLES = {
     **dict.fromkeys(PLAIN.split(), on(PENDULUM)),
     "ActionDiscretizer": on(PENDULUM, num_intervals=3),
+    "ActionMask": on(Masked),
     "CatFrames": on(photos, N=4, dim=-3, in_keys=["pixels"]),
     "CatTensors": on(PENDULUM, in_keys=SEEN, out_key="vector", del_keys=False),
     "CenterCrop": on(photos, w=4, in_keys=["pixels"]),
@@ -60,6 +84,7 @@ EXAMPLES = {
         PENDULUM, dtype_in=torch.float32, dtype_out=torch.float64, in_keys=SEEN
     ),
     "DiscreteActionProjection": on(CARTPOLE, num_actions_effective=2, max_actions=3),
+    "EndOfLifeTransform": on(Mortal),
     "ExcludeTransform": on(Pair, "two"),
     "ExpandAs": on(PENDULUM, in_key="reward", ref_key="observation", out_key="wide"),
     "FlattenObservation": on(photos, first_dim=-3, last_dim=-1, in_keys=["pixels"]),
@@ -97,10 +122,13 @@ def transforms() -> Iterator[tuple[str, Any]]:
 
 def example(name: str, kind: Any) -> Any:
     """Return an environment with a transform of class ``kind`` around it."""
+    from torchrl.data import Unbounded
     from torchrl.envs import GymWrapper, TransformedEnv
 
     make, arguments, options = EXAMPLES[name]
     base: Callable[[], Any] = partial(gym.make, make) if isinstance(make, str) else make
+    if name == "TensorDictPrimer":
+        options = {"hidden": Unbounded((4,)), "expand_specs": True}
     return TransformedEnv(GymWrapper(base()), kind(*arguments, **options))
 
 
