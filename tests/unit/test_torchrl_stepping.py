@@ -227,6 +227,14 @@ def test_changes_between_batches_count(change):
     assert BY_PARTS in explained[-1]
 
 
+def test_frames_that_an_environment_skips_may_be_changed():
+    def change(env, collector):
+        env.base_env.wrapper_frame_skip += 1
+
+    explained = assert_equal(one(CHAINS["lives"]), actor=actor_for(""), change=change)
+    assert BY_PARTS in explained[-1]
+
+
 def test_the_counter_is_left_where_the_environments_would_be():
     def count(fast):
         counts = []

@@ -62,6 +62,7 @@ class RecordedStep:
         self.parts = parts
         self.reset_s = 0.0
         """Seconds in resets."""
+        self._skips = [member.wrapper_frame_skip for member in parts.members]
         self._watch = watch = Watch()
         try:
             parts.watch(watch)
@@ -107,6 +108,7 @@ class RecordedStep:
         """Tell whether settings of transforms were replaced since they were recorded."""
         held, now = self._memory.held, reset_rows(self.parts)
         moved = held.keys() != now.keys() or any(now[key] is not held[key] for key in held)
+        moved |= self._skips != [member.wrapper_frame_skip for member in self.parts.members]
         return moved or self._watch.changed() or not self.parts.alike()
 
     def begin(
