@@ -3,6 +3,7 @@
 import functools
 import random
 import threading
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -28,6 +29,7 @@ from gleanrl.testing import (
     InjectedError,
     check_env,
     check_policy,
+    check_resume,
     check_storage,
 )
 
@@ -262,6 +264,43 @@ def test_a_storage_that_cannot_be_checked_is_refused():
 
 
 # -- faults ----------------------------------------------------------------------------------------
+
+
+class Tally(Good):
+    """Rewards the number of steps of all environments of the class."""
+
+    total: ClassVar[list[int]] = [0]
+
+    def step(self, action):
+        self.total[0] += 1
+        return *super().step(action)[:1], float(self.total[0]), *super().step(action)[2:]
+
+
+class Streaming(Good):
+    """Draws from a generator that cannot be copied."""
+
+    def __init__(self):
+        self.numbers = (float(number) for number in range(10**6))
+
+    def draw(self):
+        return np.full(2, next(self.numbers) % 3, np.float32)
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", Good, "Pendulum-v1"])
+def test_a_run_that_continues_passes(env):
+    check_resume(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (Tally, r"after batch \d differs: .*attributes of plain data"),
+        (Streaming, "numbers .*cannot"),
+    ],
+)
+def test_a_run_that_does_not_continue_is_found(env, says):
+    with pytest.raises(CheckFailed, match=f"(?s){says}"):
+        check_resume(env)
 
 
 def test_faults_happen_at_their_call_and_only_once(tmp_path):

@@ -146,7 +146,10 @@ def _is_hidden(kind: type) -> bool:
 def _is_plain(kind: type) -> bool:
     """Tell whether objects of a class are their attributes, and nothing happens when they go."""
     found = (vars(base).get(name) for base in kind.__mro__[:-1] for name in _REPLACES_COPYING)
-    return all(one is None or one.__module__ == "dataclasses" for one in found)
+    return all(
+        one is None or (isinstance(one, types.FunctionType) and one.__module__ == "dataclasses")
+        for one in found
+    )
 
 
 def _has_hooks(kind: type) -> bool:
