@@ -1,13 +1,14 @@
-"""PPO on CartPole that survives SIGTERM
-=====================================
+"""PPO on CartPole that survives SIGTERM and SIGKILL
+=================================================
 
 It saves what it needs, and goes on when started again. ::
 
     python examples/resume.py [--checkpoint ppo.pt] [--frames 200704] [--seed 0]
 
 Stop it (``kill PID``, the time limit of a Slurm job, a preempted machine), and run the same command
-again. Environments begin new episodes then; everything else goes on: both networks, the optimizer,
-torch's generator, the collector's count of frames and its trajectory ids.
+again. Everything goes on: both networks, the optimizer, torch's generator, and the collector with
+its environments in the middle of their episodes. So it prints what the run would have printed that
+was never stopped, number for number. After ``kill -9`` it repeats the batches since the last save.
 """
 
 import argparse

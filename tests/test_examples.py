@@ -78,6 +78,27 @@ def test_training_goes_on_after_sigterm(python, tmp_path):
     assert again[-1]["return"] > 40, "that of an untrained policy is 22"
 
 
+@pytest.mark.slow
+def test_training_that_was_killed_prints_the_same_numbers(python, tmp_path):
+    command = [python, str(EXAMPLES / "resume.py"), "--frames", str(30 * 2048), "--checkpoint"]
+
+    def run(name):
+        line = [*command, str(tmp_path / name)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=True)
+        return list(printed(done.stdout.splitlines()))
+
+    expected, killed = run("whole.pt"), []
+    line = [*command, str(tmp_path / "killed.pt")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        for row in printed(process.stdout):
+            killed.append(row)
+            if len(killed) == 21 + int(expected[0]["loss"] * 1000) % 8:  # after the first save
+                process.kill()
+                break
+    assert killed == expected[: len(killed)]
+    assert run("killed.pt") == expected[20:]
+
+
 def end(process):
     """Send SIGTERM to a process and its workers, as the end of a cluster's job does."""
     workers = rig.workers(process.pid)

@@ -171,11 +171,13 @@ class StampedSource:
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Nothing to reset."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
         """Return the rollout counter."""
         return {"rollouts": self._rollouts}
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> None:
         """Continue from a saved counter."""
         self._rollouts = int(state["rollouts"])
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from functools import partial
 
@@ -20,7 +21,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gleanrl import Collector, ConfigError, MultiAsyncCollector, PolicyError, WorkerDied
+from gleanrl import (
+    Collector,
+    CollectorTimeout,
+    ConfigError,
+    MultiAsyncCollector,
+    PolicyError,
+    WorkerDied,
+)
 from gleanrl.collectors import AsyncBatchedCollector, Interruptor
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import EnvBase
@@ -83,8 +91,35 @@ def taken(collector):
         collector.shutdown()
 
 
-MAKES = ENVS | {"TensorDict methods": Counting}
-INPUTS = SIZES | {"TensorDict methods": (4, 2)}
+class Odd(gym.Env):
+    """Observes entries without elements, without dimensions, and of rare dtypes."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Dict(
+        empty=gym.spaces.Box(-1, 1, (0,), np.float32),
+        scalar=gym.spaces.Box(0, 9, (), np.float32),
+        small=gym.spaces.Box(0, 60000, (2,), np.uint16),
+        half=gym.spaces.Dict(inner=gym.spaces.Box(0, 9, (2, 2), np.float16)),
+        observation=gym.spaces.Box(0, 9, (4,), np.float32),
+    )
+
+    def shown(self):
+        values = gym.spaces.flatten_space(self.observation_space).shape[0]
+        whole = np.full(values, self.count, np.float32)
+        return gym.spaces.unflatten(self.observation_space, whole), {}
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return self.shown()
+
+    def step(self, action):
+        self.count += 1 + int(action)
+        shown, info = self.shown()
+        return shown, float(action), self.count >= 7, False, info
+
+
+MAKES = ENVS | {"TensorDict methods": Counting, "odd": Odd}
+INPUTS = SIZES | {"TensorDict methods": (4, 2), "odd": (4, 2)}
 
 
 @pytest.mark.parametrize("policy", ["greedy", "recurrent", "on TensorDicts"])
@@ -164,31 +199,76 @@ def value(fails_at=None):
     return TensorDictModule(Value(fails_at), ["observation"], ["action"])
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 1}])
 @pytest.mark.parametrize("apart", [None, False])
-def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apart):
-    policy = value()
-    seen = set()
+def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apart, options):
+    policy, seen = value(), set()
     with MultiAsyncCollector(
         ["Pendulum-v1"] * 3,
-        policy,
+        policy_factory=value,
         inference="central",
         policy_process=apart,
-        policy_device="cpu",
         frames_per_batch=7,
         total_frames=-1,
         track_policy_version=True,
+        **options,
     ) as collector:
         for batch in collector:
             versions = batch["policy_version"]
-            if apart is None:  # in this process the learner's own weights act at once
-                assert torch.equal(batch["action"][:, 0], versions.float())
+            assert torch.equal(batch["action"][:, 0], versions.float())
             seen |= set(versions.tolist())
-            if max(seen) >= 5:
+            if max(seen) >= 30:
                 break
             with torch.no_grad():
                 policy.module.weight += 1
-            collector.update_policy_weights_()
-    assert seen <= set(range(20))
+            collector.update_policy_weights_(policy)
+
+
+class Loaded(Value):
+    """Counts how often it was loaded."""
+
+    loads = 0
+
+    def get_extra_state(self):
+        return torch.zeros(1)
+
+    def set_extra_state(self, state):
+        self.loads += 1
+
+
+class Unclosable(rig.Count):
+    def close(self):
+        rig.hang()
+
+
+def test_a_shutdown_takes_no_longer_than_allowed():
+    collector = MultiAsyncCollector(
+        [Unclosable],
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=4,
+    )
+    with rig.in_time(3.0):
+        collector.shutdown(timeout=0.5, raise_on_error=False)
+
+
+def test_weights_are_loaded_once_for_all_environments():
+    make = partial(TensorDictModule, in_keys=["observation"], out_keys=["action"])
+    with MultiAsyncCollector(
+        ["Pendulum-v1"] * 3,
+        policy_factory=lambda: make(Loaded()),
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        track_policy_version=True,
+    ) as collector:
+        next(iter(collector))
+        collector.update_policy_weights_(make(Loaded()))
+        assert collector.policy.module.loads == 1
+        batches = itertools.islice(collector, 9)
+        assert all(batch["policy_version"][-1] == 1 for batch in list(batches)[-3:])
 
 
 @pytest.mark.parametrize("apart", [None, False])
@@ -251,16 +331,20 @@ def test_the_policy_waits_for_enough_environments():
         assert rows >= 3 * (calls - 2)  # the last rollouts end one by one
 
 
-def test_a_batch_joins_rollouts_of_the_first_environments():
-    with MultiAsyncCollector(
-        "CartPole-v1",
-        greedy(4, 2),
-        num_workers=3,
-        inference="central",
-        frames_per_batch=20,
-        transition_chunk_size=8,
-        total_frames=48,
-    ) as collector:
+@pytest.mark.parametrize("apart", [None, False])
+def test_a_batch_joins_rollouts_of_the_first_environments(apart):
+    with pytest.warns(UserWarning, match="batches hold 24 frames"):
+        collector = MultiAsyncCollector(
+            "CartPole-v1",
+            greedy(4, 2),
+            num_workers=3,
+            inference="central",
+            policy_process=apart,
+            frames_per_batch=20,
+            transition_chunk_size=8,
+            total_frames=48,
+        )
+    with collector:
         assert collector.fake_tensordict().shape == (24,)
         batches = list(collector)
     assert [batch.shape for batch in batches] == [(24,)] * 2
@@ -269,6 +353,42 @@ def test_a_batch_joins_rollouts_of_the_first_environments():
             inside = chunk[IDS][1:] == chunk[IDS][:-1]
             following = chunk["observation"][1:] == chunk["next", "observation"][:-1]
             assert bool(following.all(-1)[inside].all())
+
+
+def test_an_unprocessed_batch_is_as_long_as_others():
+    with MultiAsyncCollector(
+        "CartPole-v1",
+        greedy(4, 2),
+        num_workers=3,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=24,
+        transition_chunk_size=8,
+        total_frames=96,
+    ) as collector:
+        shapes = [next(iter(collector)).shape, collector.rollout().shape]
+        collector.reset()
+        assert shapes + [batch.shape for batch in collector] == [(24,)] * 4
+
+
+@pytest.mark.parametrize("apart", [None, False])
+@pytest.mark.parametrize("kind", ["hook", "buffer"])
+def test_hooks_and_buffers_get_as_many_frames_as_the_user(apart, kind):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    options = {"replay_buffer": buffer} if kind == "buffer" else {"post_collect_hook": id}
+    with MultiAsyncCollector(
+        ["CartPole-v1"] * 3,
+        greedy(4, 2),
+        inference="central",
+        policy_process=apart,
+        frames_per_batch=5,
+        total_frames=20,
+        **options,
+    ) as collector:
+        batches = list(collector)
+        assert collector.stats()["frames"] == 20
+    assert len(batches) == 4
+    assert len(buffer) in (0, 20)
 
 
 def test_random_frames_come_first_and_a_buffer_is_filled_in_the_background():
@@ -328,8 +448,90 @@ def test_a_fault_of_an_environment_is_named(apart, do, error, message):
 
 
 @pytest.mark.parametrize("apart", [None, False])
+def test_a_first_reset_that_hangs_is_given_up_at_the_end_of_the_start_timeout(apart):
+    # Then the process that starts workers runs, whose own start takes longer.
+    MultiAsyncCollector([rig.counting()], frames_per_batch=4).shutdown()
+    with rig.in_time(10.0), pytest.raises(CollectorTimeout, match="within 1.5 s"):
+        MultiAsyncCollector(
+            [rig.counting(), rig.counting(fault=rig.hang, where="reset")],
+            inference="central",
+            policy_process=apart,
+            frames_per_batch=4,
+            total_frames=4,
+            start_timeout=1.5,
+        )
+
+
+def stays(observation):
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "error"),
+    [(rig.kill, {}, WorkerDied), (rig.hang, {"timeout": 0.5}, CollectorTimeout)],
+)
+def test_a_lost_worker_is_noticed_while_others_go_on(fault, options, error):
+    collector = MultiAsyncCollector(
+        [rig.counting(), rig.counting(fault=fault, at=99)],
+        stays,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        **options,
+    )
+    with pytest.raises(error):
+        list(itertools.islice(collector, 5000))
+
+
+def test_the_time_of_a_step_does_not_count_those_of_other_groups():
+    with MultiAsyncCollector(
+        [[rig.counting(pause=0.1)] * 16],
+        stays,
+        inference="central",
+        policy_process=False,
+        env_groups=16,
+        frames_per_batch=1,
+        total_frames=16,
+        timeout=1.0,
+    ) as collector:
+        assert sum(batch.numel() for batch in collector) == 16
+
+
+@pytest.mark.parametrize("apart", [None, False])
+def test_neither_new_weights_nor_new_windows_wait_for_a_slow_environment(apart):
+    collector = MultiAsyncCollector(
+        [rig.counting(fault=partial(time.sleep, 3.0), at=3), rig.counting(1)],
+        greedy(2, 2),
+        inference="central",
+        policy_process=apart,
+        observation_dtype=torch.float32,
+        frames_per_batch=4,
+        total_frames=-1,
+    )
+    for batch in itertools.islice(collector, 20):
+        assert bool((batch["observation"][:, 0] == 1).all())
+        collector.update_policy_weights_()
+    collector.shutdown(0.1, raise_on_error=False)
+
+
+def test_a_limit_of_steps_does_not_make_fast_environments_wait():
+    with MultiAsyncCollector(
+        [rig.counting(), rig.counting(1, pause=0.2)],
+        stays,
+        inference="central",
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=-1,
+        timeout=60.0,
+    ) as collector:
+        numbers = [batch["observation"][0, 0] for batch in itertools.islice(collector, 12)]
+    assert sum(numbers) < 3
+
+
+@pytest.mark.parametrize("apart", [None, False])
 def test_an_error_of_the_policy_is_raised(apart):
-    with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy"):
+    with rig.in_time(), pytest.raises(ArithmeticError, match="in the policy") as caught:
         list(
             MultiAsyncCollector(
                 [Third] * 2,
@@ -338,8 +540,12 @@ def test_an_error_of_the_policy_is_raised(apart):
                 policy_process=apart,
                 frames_per_batch=4,
                 total_frames=400,
+                min_batch_size=2,
+                max_wait_s=60.0,
             )
         )
+    said = "".join(getattr(caught.value, "__notes__", [])) + str(caught.value)
+    assert said.count("the policy raised this at step") == 1
 
 
 def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
@@ -386,6 +592,25 @@ def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
         )
 
 
+def test_a_policy_that_changes_its_outputs_is_told_what_to_do():
+    dtypes = itertools.chain([torch.int64] * 3, itertools.repeat(torch.int32))
+
+    def changes(observation):
+        return torch.zeros(observation.shape[:-1], dtype=next(dtypes))
+
+    with pytest.raises(PolicyError, match="torch.int32.*inference='workers'"):
+        list(
+            MultiAsyncCollector(
+                ["CartPole-v1"],
+                changes,
+                frames_per_batch=4,
+                total_frames=8,
+                inference="central",
+                policy_process=False,
+            )
+        )
+
+
 # -- TorchRL's name and arguments ------------------------------------------------------------------
 
 
@@ -410,20 +635,42 @@ def test_torchrls_arguments_give_batches_of_several_environments(by_factory):
     assert 1 <= stats["avg_batch_size"] <= 4
 
 
-def test_whole_trajectories_are_delivered():
-    collector = AsyncBatchedCollector(
+def whole_trajectories(**options):
+    return AsyncBatchedCollector(
         [Counting] * 2,
-        policy_factory=partial(greedy, 4, 2),
         frames_per_batch=7,
         total_frames=30,
         yield_completed_trajectories=True,
         policy_version_key=None,
+        **options,
     )
-    batches = list(collector)
+
+
+def test_whole_trajectories_are_delivered_until_total_frames():
+    collector = whole_trajectories(policy_factory=partial(greedy, 4, 2))
+    batches = [next(iter(collector)), collector.next(), *collector]
+    assert list(collector) == []
+    assert collector.next() is None
     collector.shutdown()
     assert [len(batch) for batch in batches] == [10] * 3
     assert batches[0]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 2
     assert "policy_version" not in batches[0].keys()
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": greedy(4, 2)}, {"policy_factory": partial(greedy, 4, 2)}]
+)
+def test_whole_trajectories_go_into_a_buffer(options):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = whole_trajectories(replay_buffer=buffer, transition_chunk_size=10, **options)
+    if "policy" in options:
+        assert list(collector) != []
+    else:
+        collector.start()
+        rig.until(lambda: not collector.is_running() or len(buffer) >= 25)
+    collector.shutdown()
+    assert len(buffer) >= 25
+    assert buffer[:25]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 5
 
 
 @pytest.mark.parametrize(
@@ -434,8 +681,14 @@ def test_whole_trajectories_are_delivered():
         ("CartPole-v1", {"policy": len}, TypeError, "must be a list"),
         ([], {"policy": len}, ConfigError, "empty"),
         (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
-        (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "taskset"),
+        (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "of its own"),
         (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
+        (
+            ["CartPole-v1"],
+            {"policy": len, "transition_chunk_size": "a"},
+            ConfigError,
+            "whole number",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(envs, options, error, message):

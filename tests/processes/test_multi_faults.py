@@ -77,6 +77,26 @@ def no_gaps():
         yield len(os.listdir("/proc/self/fd")) - 1  # without that of the folder
 
 
+class Unclosable(rig.Count):
+    def close(self):
+        rig.hang()
+
+
+def close_in_no_time():
+    collector = MultiSyncCollector([Unclosable], frames_per_batch=4, total_frames=-1)
+    collector.next()
+    collector.shutdown(timeout=0.1)
+
+
+def test_a_shutdown_that_raises_lets_go_of_the_collector():
+    zygote()
+    with (
+        rig.nothing_left_behind(),
+        pytest.raises(CollectorTimeout, match="did not end"),
+    ):
+        close_in_no_time()
+
+
 @pytest.mark.parametrize("left", [0, 3, 6])
 def test_a_limit_of_open_files_is_named(left):
     zygote()  # has files of its own

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import cloudpickle
 import gymnasium as gym
@@ -862,3 +863,19 @@ def test_meta_data_are_learnt_once_in_another_process():
     }
     with pytest.raises(ConfigError, match="made a TensorDict"):
         EnvCreator(TensorDict).meta_data  # noqa: B018
+
+
+def test_memory_of_collectors_that_are_gone_is_mapped_no_longer():
+    env = ParallelEnv(1, rig.counting())
+    both = os.getpid(), env.call("members[0].unwrapped.pid")[0]
+    mapped = []
+    for _ in range(5):
+        collector = Collector(env, frames_per_batch=4, total_frames=16)
+        list(collector)
+        collector.shutdown(close_env=False)
+        del collector
+        gc.collect()
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in both]
+        mapped.append([text.count("memfd:gleanrl") for text in maps])
+    env.close()
+    assert mapped[2:] == mapped[1:-1]

@@ -11,6 +11,7 @@ import pytest
 import rig
 import torch
 from tensordict import TensorDict
+from tools import soak
 
 from gleanrl import (
     CollectorTimeout,
@@ -303,6 +304,13 @@ def test_commands_reach_replacements(kind):
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
     with pytest.raises(ConfigError, match=says):
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_soak_finds_no_wrong_frame(kind):
+    figures = soak.run(kind, 3.0, seed=1)
+    assert figures["relaunches"]
+    assert figures["frames"]
 
 
 def test_a_replacement_is_up_within_a_second():

@@ -30,6 +30,8 @@ from gleanrl import (
     TensorDictReplayBuffer,
 )
 
+ONCE = [{"compact": True}, {"stacks": {"wide": 16}}]
+"""Storages whose rows have parts in common: "wide" is a stack of 16 frames of 3 numbers."""
 SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "1.5"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
@@ -118,10 +120,10 @@ say((samples, seen))
 
 @pytest.mark.slow
 @pytest.mark.timeout(max(120, 3 * SECONDS))
-@pytest.mark.parametrize("compact", [False, True])
-def test_rows_are_whole_while_writers_are_killed(tmp_path, compact):
+@pytest.mark.parametrize("once", [{}, *ONCE], ids=["plain", "compact", "stacks"])
+def test_rows_are_whole_while_writers_are_killed(tmp_path, once):
     size = 6000
-    rb = ReplayBuffer(storage=LazyTensorStorage(size, compact=compact), shared=True)
+    rb = ReplayBuffer(storage=LazyTensorStorage(size, **once), shared=True)
     sliced = ReplayBuffer(storage=rb.storage, sampler=SliceSampler(slice_len=8))
     readers = [
         start(buffer, READ, seconds=SECONDS, slices=buffer is sliced) for buffer in (rb, sliced)
@@ -274,15 +276,34 @@ class Mortal:
         self.words[word] = value
 
 
-def survives(change, rb, step, compact=False):
-    """Run ``change(rb)`` in a fork that dies before a store; tell whether it came to its end."""
+class Ramp:
+    """Numbers for new rows: who looks at them, before any old row is gone, dies."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, part):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survives(change, rb, step=None):
+    """Run ``change(rb)`` in a fork that dies before a store; tell whether it came to its end.
+
+    Without ``step``, it dies when it has said what it will write, before it changes any row.
+    """
     child = os.fork()
     if child == 0:
         storage = rb.storage
-        storage.ring._h = Mortal(storage.ring._h, step)
-        if compact:
-            storage._successors._owners = Mortal(storage._successors._owners, step // 5)
-        change(rb)
+        if step is None:
+            storage.ring._ramp = Ramp()
+        else:
+            storage.ring._h = Mortal(storage.ring._h, step)
+            for part in storage._parts:
+                part.places._words = Mortal(part.places._words, step // 5)
+        try:
+            change(rb)
+        except BaseException:
+            os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL)
@@ -330,11 +351,12 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next(change):
 
 
 @pytest.mark.slow
-def test_a_death_while_successors_are_linked_is_repaired():
+@pytest.mark.parametrize("once", ONCE, ids=["compact", "stacks"])
+def test_a_death_while_parts_are_stored_is_repaired(once):
     for step in range(0, 200, 3):
-        rb = ReplayBuffer(storage=LazyTensorStorage(20, compact=True), shared=True)
+        rb = ReplayBuffer(storage=LazyTensorStorage(20, **once), shared=True)
         rb.extend(rows(1, 0, 12))
-        survived = survives(lambda rb: rb.extend(rows(7, 0, 15)), rb, step, compact=True)
+        survived = survives(lambda rb: rb.extend(rows(1, 12, 15)), rb, step)
         for first in range(100, 200, 10):
             rb.extend(rows(2, first, 10))
             check(rb[:])
@@ -343,6 +365,17 @@ def test_a_death_while_successors_are_linked_is_repaired():
         if survived:
             return
     raise AssertionError("it never got to the end")
+
+
+@pytest.mark.parametrize("once", ONCE, ids=["compact", "stacks"])
+def test_a_death_before_old_rows_are_gone_leaves_none_without_their_parts(once):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, **once), shared=True)
+    rb.extend(rows(1, 1, 25))
+    assert not survives(lambda rb: rb.extend(rows(1, 26, 3)), rb)
+    for first in range(100, 130, 3):
+        rb.extend(rows(2, first, 3))
+        check(rb[:])
+        assert rb[:]["number"].min() >= 10**9 + 9
 
 
 def test_what_other_processes_wrote_gets_the_default_priority():

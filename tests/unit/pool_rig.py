@@ -25,6 +25,7 @@ class Uniform:
     inner = None
     states = ()
     provided = ()
+    memory = None
 
     def __init__(self, env):
         self.outputs = env.layout.actions

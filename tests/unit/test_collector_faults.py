@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import warnings
 
 import cloudpickle
 import gymnasium as gym
@@ -484,3 +485,45 @@ def test_a_stop_iteration_of_user_code_says_whose_it_is():
     with pytest.raises(WorkerError, match="StopIteration: out of actions") as raised:
         list(Collector("CartPole-v1", Runs(), frames_per_batch=8, fast=False))
     assert isinstance(raised.value.__cause__, StopIteration)
+
+
+class Stuck(gym.Env):
+    """Waits for an event in its third step."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, goes_on):
+        self.goes_on, self.steps = goes_on, 0
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3:
+            self.wait_for_the_simulator()
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    def wait_for_the_simulator(self):
+        assert self.goes_on.wait(20)
+
+
+def test_a_rollout_in_this_thread_that_is_late_is_named_with_its_stack():
+    goes_on = threading.Event()
+    told = []
+
+    def show(message, *args, **kwargs):
+        told.append(str(message))
+        goes_on.set()
+
+    with (
+        warnings.catch_warnings(),
+        Collector(lambda: Stuck(goes_on), frames_per_batch=8, total_frames=16, timeout=0.05) as c,
+    ):
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        assert [batch.numel() for batch in c] == [8, 8]
+    assert len(told) == 1
+    assert "more than 0.05 s (timeout=), in step 2 of the rollout" in told[0]
+    assert "wait_for_the_simulator" in told[0]

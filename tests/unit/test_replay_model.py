@@ -25,13 +25,13 @@ class Buffers(RuleBasedStateMachine):
     @initialize(
         shared=st.booleans(),
         kind=st.sampled_from([LazyTensorStorage, LazyMemmapStorage]),
-        compact=st.booleans(),
+        once=st.sampled_from([{}, {"compact": True}, {"stacks": {"wide": 2}}]),
     )
-    def make(self, shared, kind, compact):
+    def make(self, shared, kind, once):
         rb = ReplayBuffer(
-            storage=kind(SIZE, compact=compact), sampler=SamplerWithoutReplacement(), shared=shared
+            storage=kind(SIZE, **once), sampler=SamplerWithoutReplacement(), shared=shared
         )
-        self.compact, self.shared = compact, shared
+        self.once, self.shared = once, shared
         self.next, self.model, self.count = 0, {}, 0
         self.adopt(rb)
 
@@ -76,7 +76,7 @@ class Buffers(RuleBasedStateMachine):
             rb.load_state_dict(rb.state_dict())
         else:
             state = self.both[1].state_dict()
-            storage = LazyTensorStorage(SIZE, compact=self.compact)
+            storage = LazyTensorStorage(SIZE, **self.once)
             rb = ReplayBuffer(
                 storage=storage, sampler=SamplerWithoutReplacement(), shared=self.shared
             )

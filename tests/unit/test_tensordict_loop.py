@@ -650,8 +650,8 @@ def test_state_restores_counters(collector, counting):
     other = collector(counting(max_steps=2), count_up, 2)
     other.load_state_dict(source.state_dict())
     batch = take(other)
-    assert batch["collector", "traj_ids"].tolist() == [2, 2]
-    assert flat(batch["observation"]) == [0, 1]
+    assert batch["collector", "traj_ids"].tolist() == [1, 2]
+    assert flat(batch["observation"]) == [2, 0]
 
 
 def test_state_of_an_environment_is_a_copy(collector):

@@ -205,6 +205,10 @@ EXCUSED = {
         ("on_env_error", "max_env_restarts"),
         "tests/unit/test_env_restarts.py has faults of its own",
     ),
+    **dict.fromkeys(
+        ("worker_affinity", "driver_affinity"), "changes no frame; tests/processes/test_affinity.py"
+    ),
+    "max_lag": "discards by chance; tests/processes/test_multi_laws.py",
     "slurm_kwargs": "needs Slurm, tests/distributed/test_launchers.py",
     "tcp_port": "ports of this machine are not the hunt's to choose",
     "replay_buffer_chunk": "another name of extend_buffer",

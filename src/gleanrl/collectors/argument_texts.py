@@ -155,6 +155,10 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "batch puts the rollouts that arrive first one after another in time, as many as "
         "``frames_per_batch`` asks for. By default a batch is one rollout.",
         "num_sub_threads": "torch threads of each worker.",
+        "worker_affinity": "The processors that each worker process may use: a list with one "
+        'collection per worker, a callable that returns that of a worker, or ``"auto"`` for equal '
+        "shares of what this process may use, whole cores next to each other.",
+        "driver_affinity": "The processors of the process with the policy; see ``policy_process``.",
         "preemptive_threshold": "Share of the workers that finish their rollouts. The collector "
         "then stops the others, and a mask marks the steps that they did not reach. If the share "
         "is less than one worker, every worker makes one step. Synchronous collectors only.",
@@ -163,7 +167,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "time in a queue included). All workers have the same time again to build environments.",
         "timeout": "Seconds that one rollout of a worker may take; a worker that takes longer is "
         "killed. By default the collector waits as long as the worker shows signs of life, with a "
-        "warning every minute. No effect within one process.",
+        "warning every minute. A rollout in this thread cannot be ended: a warning has the stack. "
+        'With ``inference="central"`` it bounds one step of the environments.',
         "on_failure": 'The reaction to a lost worker. ``"raise"`` raises `WorkerDied`. '
         '``"continue"`` warns, and the other workers collect the missing frames; a batch of all '
         "workers has a mask, which is False in the lost worker's part. "
@@ -174,6 +179,9 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "max_relaunches": "Replacements of each worker, failed ones included: a number, or "
         "``(number, seconds)`` for so many within that time. After that, a batch of all workers "
         "raises the last error, and otherwise collection continues without the worker.",
+        "max_lag": "Policy versions that a batch's weights may be behind the learner's. An older "
+        "batch is discarded and counted; its unfinished trajectories are continued by no later "
+        "frames. By default every batch is delivered.",
     },
     "Nodes and actors": {
         "launcher": '``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs. '

@@ -51,6 +51,7 @@ from gleanrl.weights.snapshot import PolicyVersion
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
+Affinity = Sequence[Sequence[int]] | Callable[[int], Sequence[int]] | str | None
 REQUIRED = inspect.Parameter.empty
 
 
@@ -137,6 +138,7 @@ class _WithWorkers(TypedDict, total=False):
     start_timeout: Annotated[float, 120.0]
     on_failure: Annotated[str, "raise"]
     max_relaunches: Annotated[int | tuple[int, float], 3]
+    max_lag: Annotated[int | None, None]
 
 
 class _Remote(TypedDict, total=False):
@@ -187,6 +189,8 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     """The arguments of `MultiCollector` and its subclasses."""
 
     num_workers: Annotated[int | None, None]
+    worker_affinity: Annotated[Affinity, None]
+    driver_affinity: Annotated[Sequence[int] | None, None]
     update_at_each_batch: Annotated[bool, False]
     preemptive_threshold: Annotated[float | None, None]
     interruptor: Annotated[Interruptor | None, None]

@@ -12,7 +12,6 @@ from tensordict.nn import InteractionType
 from gleanrl.collectors.multi import MultiAsyncCollector, MultiCollector
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
-from gleanrl.engine.pipeline import put_together
 from gleanrl.envs.factory import per_env
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 
@@ -87,7 +86,7 @@ class AsyncBatchedCollector(MultiCollector):
             policy: The policy, which acts in this process; or
             policy_factory: makes the policy in a process of its own.
             frames_per_batch: Frames of a batch, rounded up to whole chunks.
-            total_frames: Frames in all; -1 for endless collection.
+            total_frames: Frames of all batches; -1 for endless collection.
             max_batch_size: The most environments that a call of the policy acts for.
             min_batch_size: The environments that the policy waits for, ``server_timeout`` seconds
                 at most.
@@ -109,13 +108,14 @@ class AsyncBatchedCollector(MultiCollector):
             replay_buffer: The buffer that receives the batches instead of the user.
             post_collect_hook: Called with every batch.
             yield_completed_trajectories: Deliver whole trajectories, one after another in a batch
-                of at least ``frames_per_batch`` frames.
+                of at least ``frames_per_batch`` frames; or one by one into a ``replay_buffer``.
+                There, unfinished trajectories count among ``total_frames``.
             weight_sync: A `WeightSyncScheme` for the model ``weight_sync_model_id``.
             weight_sync_model_id: See ``weight_sync``.
             verbose: Ignored; see ``progress=`` and ``logger=`` of other collectors.
             create_env_kwargs: Arguments of the callables, or of each of them.
-            worker_affinity: Refused.
-            driver_affinity: Refused.
+            worker_affinity: The processors of each worker process; see `MultiAsyncCollector`.
+            driver_affinity: The processors of the process with the policy (``policy_factory``).
             server_config: TorchRL's ``InferenceServerConfig``, in place of the batch sizes.
             device_config: TorchRL's ``InferenceDeviceConfig``, in place of ``device``.
             policy_version: Must be 0, with which versions begin.
@@ -127,11 +127,6 @@ class AsyncBatchedCollector(MultiCollector):
             ConfigError: an argument is wrong or contradicts another.
         """
         _check(create_env_fn, policy, policy_factory, (backend, env_backend, policy_backend))
-        if worker_affinity is not None or driver_affinity is not None:
-            raise ConfigError(
-                "worker_affinity and driver_affinity are not available in this version; start the "
-                "script by taskset or numactl"
-            )
         if policy_version != 0 or policy_version_key not in ("policy_version", None):
             raise ConfigError(
                 f"policy_version ({policy_version}) must be 0, and policy_version_key "
@@ -148,11 +143,16 @@ class AsyncBatchedCollector(MultiCollector):
         if device_config is not None:
             names = ("policy_device", "env_device", "storing_device")
             devices = {name: getattr(device_config, name) for name in names}
-        batch = check_int("frames_per_batch", frames_per_batch, least=1)
+        batch = frames = check_int("frames_per_batch", frames_per_batch, least=1)
         share = max(_LEAST_CHUNK, batch // len(create_env_fn))
-        if isinstance(transition_chunk_size, str):  # "auto"
-            transition_chunk_size = share if yield_completed_trajectories else min(batch, share)
-        self._least, self._most = (batch, total_frames) if yield_completed_trajectories else (0, -1)
+        whole = yield_completed_trajectories
+        counted = whole and replay_buffer is None  # as they are delivered, not as they are made
+        self._delivered, self._most = 0, total_frames if counted else -1
+        chunk: Any = transition_chunk_size
+        if chunk == "auto":
+            chunk = share if whole else min(batch, share)
+        if whole and chunk is not None:  # trajectories are put together, and not rollouts
+            frames, chunk = check_int("transition_chunk_size", chunk, least=1), None
         schemes = None if weight_sync is None else {weight_sync_model_id: weight_sync}
         workers, each = _dealt(create_env_fn, create_env_kwargs, envs_per_worker)
         super().__init__(
@@ -162,9 +162,11 @@ class AsyncBatchedCollector(MultiCollector):
             inference="central",
             policy_process=policy_factory is not None,
             env_groups=each,
-            frames_per_batch=batch,
-            total_frames=-1 if yield_completed_trajectories else total_frames,
-            transition_chunk_size=transition_chunk_size,
+            frames_per_batch=frames,
+            total_frames=-1 if counted else total_frames,
+            transition_chunk_size=chunk,
+            worker_affinity=worker_affinity,
+            driver_affinity=driver_affinity,
             max_batch_size=max_batch_size,
             min_batch_size=1 if min_batch_size is None else min_batch_size,
             max_wait_s=0.01 if server_timeout is None else server_timeout,
@@ -173,28 +175,26 @@ class AsyncBatchedCollector(MultiCollector):
             exploration_type=exploration_type,
             replay_buffer=replay_buffer,
             post_collect_hook=post_collect_hook,
-            trajs_per_batch=1 if yield_completed_trajectories else None,
-            traj_format="cat" if yield_completed_trajectories else "padded",
+            trajs_per_batch=1 if whole else None,
+            traj_format="cat" if whole else "padded",
             weight_sync_schemes=schemes,
             track_policy_version=policy_version_key is not None,
             **devices,
             **options,
         )
+        if counted:
+            self.collection.pipeline.least_frames = batch
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches; of whole trajectories, at least ``frames_per_batch`` frames at a time."""
-        if not self._least:
-            yield from super().iterator()
-            return
-        parts, total = list[Any](), 0
-        for trajectory in super().iterator():
-            parts.append(trajectory)
-            if sum(part.numel() for part in parts) >= self._least:
-                whole, parts = put_together(parts), []
-                total += whole.numel()
-                yield whole
-                if 0 <= self._most <= total:
-                    return
+        """Yield batches until ``total_frames`` are reached; count those of whole trajectories."""
+        batches = super().iterator()
+        while not 0 <= self._most <= self._delivered:
+            try:
+                held = [next(batches)]
+            except StopIteration:
+                return
+            self._delivered += held[0].numel() if self._most >= 0 else 0
+            yield held.pop()  # nothing here keeps the memory of the batch
 
     def server_stats(self, reset: bool = False) -> dict[str, float]:
         """Return the numbers of calls of the policy and of environments that it acted for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
-from gleanrl.collectors.states import restore, state_of
+from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -248,13 +249,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         with self._engine.turn(None):
             self._background.check_not_running()
             try:
-                self.collection.announce()
-                batch = self.collection.gather()
+                return self.collection.unprocessed()
             except BaseException as err:
                 self._close_after(err)
                 raise
-            self.collection.pipeline.forget(batch)  # these frames are missing from trajectories
-            return batch
 
     def __len__(self) -> int:
         """Return the number of batches of a full iteration; stopped rollouts make more batches.
@@ -384,30 +382,100 @@ class BaseCollector(Controls, IterableDataset[Any]):
         resets = {worker: m.Reset(None, kwargs) for worker, reset in enumerate(chosen) if reset}
         self.collection.restart(dict(resets))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return policy and environment state, counters, statistics, versions and random streams.
+    def state_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """Return all that a collector needs to continue as this one would.
 
-        With workers, the states are in ``worker0``, ``worker1``, …. The call waits for rollouts
-        under way, which are delivered afterwards. If losses are tolerated, the entry of a lost
-        worker has ``"lost": True`` and the newest policy. A worker that loads it starts with new
-        environments, random streams and trajectory ids.
+        That is policies, environments in the middle of their episodes, counters, statistics,
+        versions, random streams, partial trajectories and undelivered rollouts. With workers, their
+        states are in ``worker0``, ``worker1``, …. The call waits for rollouts under way, which are
+        delivered afterwards. If losses are tolerated, the entry of a lost worker has ``"lost":
+        True`` and the newest policy. A worker that loads it starts with new environments, random
+        streams and trajectory ids.
+
+        Args:
+            allow_pickle: Pickle objects of environments that cannot be saved in another way.
 
         Raises:
             ClosedError: the collector was shut down, and its workers with it.
         """
-        return state_of(self.collection)
+        return state_of(self.collection, allow_pickle)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state_dict`; environments restart on fresh resets.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
+    ) -> None:
+        """Restore a state from `state_dict`; the batches are then those of the other collector.
 
-        The learner's own policy does not change; your script loads it.
+        Environments whose state cannot be restored begin new episodes, and a warning says why. The
+        learner's own policy does not change; your script loads it.
+
+        Args:
+            state_dict: The state.
+            strict: Whether all entries must be there.
+            allow_pickle: Unpickle objects of environments, which can run any code.
 
         Raises:
             ConfigError: the state of another number of workers.
             KeyError: ``strict`` and an entry is missing.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
-        restore(self.collection, state_dict, strict)
+        why = restore(self.collection, state_dict, strict, allow_pickle)
+        if why is not None and self._worker_idx is None:  # else the outer one says so
+            warn(why)
+
+    @for_users
+    def save(
+        self, path: str | os.PathLike[str], *, keep: int = 1, allow_pickle: bool = False
+    ) -> None:
+        """Write the `state_dict` to a file, without pickle.
+
+        The file at ``path`` is a complete one at any moment, whatever ends the program. It holds
+        numbers, strings and tensors, and a checksum.
+
+        Args:
+            path: The file.
+            keep: The number of files to keep: earlier ones are ``path.1``, ``path.2`` and so on.
+            allow_pickle: Pickle objects of environments that cannot be saved in another way.
+
+        Raises:
+            NeedsPickle: names such an object. Nothing was written.
+            OSError: the disk is full. Earlier files stay.
+
+        Example:
+            >>> import tempfile
+            >>> from gleanrl.collectors import Collector
+            >>> path = f"{tempfile.mkdtemp()}/collector.state"
+            >>> with Collector("CartPole-v1", frames_per_batch=100) as collector:
+            ...     first = collector.next()
+            ...     collector.save(path)
+            ...     second = collector.next()
+            >>> with Collector("CartPole-v1", frames_per_batch=100) as collector:
+            ...     collector.load(path)
+            ...     collector.stats()["frames"]
+            100
+        """
+        keep = check_int("keep", keep, least=1)
+        state = self.state_dict(allow_pickle=allow_pickle)
+        save_to(self.collection, Path(path), type(self).__name__, state, keep)
+
+    @for_users
+    def load(
+        self, path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+    ) -> None:
+        """Continue from a file of `save`; see `load_state_dict`.
+
+        Args:
+            path: The file.
+            strict: Whether all entries must be there.
+            allow_pickle: Unpickle objects of environments, which can run any code.
+
+        Raises:
+            ConfigError: no such file, a damaged one, one of a later version or of another number of
+                workers, or one with pickled objects, which are not allowed. Nothing was loaded.
+            WeightsError: the policy's weights do not fit; nothing was loaded.
+        """
+        name = type(self).__name__
+        state = read_from(self.collection, Path(path), name, allow_pickle)
+        self.load_state_dict(state, strict, allow_pickle=allow_pickle)
 
     # -- what it shows ---------------------------------------------------------------------------
 
@@ -522,13 +590,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self.collection.ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
+        plan.close_within(deadline.left)
         try:
             self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:
             self._watching.close()
             self._threads()
-        self._background.join(1.0)  # it has nothing left to do
-        self._closing.detach()
+            self._background.join(1.0)  # it has nothing left to do
+            if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
+                self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
 

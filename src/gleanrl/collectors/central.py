@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -10,8 +11,10 @@ from typing import Any
 from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
+from gleanrl.core.affinity import Processors, all_processors, read_affinity
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int, read_device, seconds
+from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
+from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
@@ -27,6 +30,7 @@ _WHY_NOT: Mapping[str, str] = {
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
     "on_failure": "lost workers are not replaced there yet",
+    "max_lag": "the policy acts with the newest weights",
     "on_env_error": "environments are not built anew there yet",
 }
 """Arguments that make no sense with central inference, and the reason."""
@@ -41,6 +45,7 @@ _OF_ONE = (
 _CENTRAL = ("env_groups",)
 _ASYNC = (
     "policy_process",
+    "driver_affinity",
     "max_batch_size",
     "min_batch_size",
     "max_wait_s",
@@ -50,7 +55,7 @@ _ASYNC = (
 _INSIDE = (
     "inference",
     "env_groups",
-    *_ASYNC[1:],
+    *_ASYNC[2:],
     "create_env_kwargs",
     "num_sub_threads",
     "timeout",
@@ -99,7 +104,10 @@ def _excluded(arguments: Arguments) -> Iterator[tuple[str, str]]:
 
 
 def policy_process_plan(
-    arguments: Arguments, functions: Sequence[Any], kind: Callable[..., Any]
+    arguments: Arguments,
+    functions: Sequence[Any],
+    kind: Callable[..., Any],
+    affinity: Sequence[Processors] | None,
 ) -> WorkerPlan:
     """Return the plan of a collector whose one worker has a policy for other workers.
 
@@ -107,6 +115,7 @@ def policy_process_plan(
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         kind: The class of the collector in the process of the policy.
+        affinity: The processors of each worker.
 
     Raises:
         ConfigError: an argument that cannot be passed on to that process.
@@ -114,26 +123,45 @@ def policy_process_plan(
     if arguments["interruptor"] is not None:
         raise ConfigError("interruptor needs policy_process=False: it stays in this process")
     inside = {name: arguments[name] for name in _INSIDE}
+    # Workers would inherit the processors of the process with the policy.
+    inside["worker_affinity"] = affinity or all_processors(len(functions))
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
     # First inside, where it is known which of the workers is late.
     outside["start_timeout"] = arguments["start_timeout"] + _INSIDE_S
-    return WorkerPlan(
+    plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
         sync=False,
         collector_class=partial(kind, policy_process=False, **inside),
         serve=serve,
     )
+    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    plan.batches = replace(plan.batches, rollout_envs=each)
+    return plan
 
 
-def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> WorkerPlan:
+def driver_processors(arguments: Arguments) -> list[Processors] | None:
+    """Return the processors of the process with the policy, as a list of one."""
+    given = arguments["driver_affinity"]
+    if given is not None and arguments["policy_process"] is False:
+        raise ConfigError("driver_affinity needs a process of its own for the policy")
+    return None if given is None else read_affinity("driver_affinity", [given], 1)
+
+
+def central_plan(
+    arguments: Arguments,
+    functions: Sequence[Any],
+    sync: bool,
+    affinity: Sequence[Processors] | None,
+) -> WorkerPlan:
     """Return the plan of a collector in this process over environments in workers.
 
     Args:
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         sync: Whether all environments take the same steps.
+        affinity: The processors of each worker.
 
     Raises:
         ConfigError: the environments of a worker cannot be dealt out to the groups.
@@ -148,6 +176,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
         threads=check_int("num_sub_threads", arguments["num_sub_threads"], least=1),
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
+        affinity=affinity,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.
     parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]
@@ -157,6 +186,7 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
             [env for worker in part for env in members[worker][first : first + each]],
             create_env_kwargs=[kwargs[worker] for worker in part for _ in range(each)],
             num_envs=each * len(part),
+            shutdown_timeout=CLOSE_TIMEOUT_S,
             sharing=sharing,
             first_worker=part.start,
         )
@@ -189,8 +219,9 @@ def central_plan(arguments: Arguments, functions: Sequence[Any], sync: bool) -> 
         plan.factories = [SourceBuilder(replace(options, drop_batch=True)) for options in own]
     if (steps := arguments["transition_chunk_size"]) is not None:
         plan.frames = [steps * each] * len(envs)
-        joined = plan.limits.frames_per_batch // (steps * each)
-        plan.batches, plan.pipeline.joined = replace(plan.batches, joined=joined), joined
+        frames = plan.limits.frames_per_batch
+        plan.batches = replace(plan.batches, joined=frames // (steps * each))
+        plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
 
 
@@ -227,6 +258,8 @@ def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
 def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Arguments:
     """Return ``arguments`` with ``frames_per_batch`` rounded up to whole rollouts, if joined.
 
+    A warning tells of that.
+
     Raises:
         ConfigError: the length of rollouts is no positive whole number.
     """
@@ -236,9 +269,14 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
     if arguments["compact_obs"]:
         raise ConfigError("compact_obs and transition_chunk_size exclude each other")
     check_int("transition_chunk_size", steps, least=1)
-    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+    part = steps * (len(_members(arguments, functions)[0]) // arguments["env_groups"])
     frames = check_int("frames_per_batch", arguments["frames_per_batch"], least=1)
-    return {**arguments, "frames_per_batch": -(-frames // (steps * each)) * steps * each}
+    if (missing := -frames % part) and os.environ.get("RL_WARNINGS", "1") != "0":
+        warn(
+            f"frames_per_batch ({frames}) is not a multiple of the {part} frames of a rollout "
+            f"(transition_chunk_size): batches hold {frames + missing} frames"
+        )
+    return {**arguments, "frames_per_batch": frames + missing}
 
 
 def call_sizes(arguments: Arguments) -> CallSizes:

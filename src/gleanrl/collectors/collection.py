@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -17,14 +18,19 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
+from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.gather import Rollouts, SyncGather
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import Replacements, ReplacingBackend
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
+from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
+
+_MOST_OLD = 100
+"""Batches that are discarded one after another before a warning says so."""
 
 
 class Collection:
@@ -33,6 +39,11 @@ class Collection:
     Iteration, the background thread, evaluations and a collector around this one work on it. It
     does not know its collector, so that nothing of these keeps that alive.
     """
+
+    restarted: str | None = None
+    """Which environments began new episodes with the last loaded state, and why."""
+    warned_of_episodes = False
+    """Whether the user knows that states have no episodes."""
 
     def __init__(self, name: str, plan: WorkerPlan, engine: Engine, watching: Watching) -> None:
         """Reserve memory for batches and set up weights and counters.
@@ -45,10 +56,20 @@ class Collection:
         """
         self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
         self._several = not plan.in_process
-        self.timeout: float | None = plan.arguments["timeout"]
+        # With central inference it bounds a step of the environments, not a rollout.
+        self.timeout: float | None = None if plan.central else plan.arguments["timeout"]
+        watched = self.timeout is not None and plan.in_process
+        self._late: AbstractContextManager[None] = (
+            StackWatch(self.timeout or 0.0) if watched else nullcontext()
+        )
+        """Warns of a rollout in this thread that is late."""
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
         self.batches = 0
+        self._old_in_a_row = 0
+        """Batches discarded since the last one that was not, because of `max_lag`."""
+        self._unfinished = 0
+        """Frames in batches that earlier pipelines dropped."""
         self.env_restarts = 0
         """Environments that were built anew after an error."""
         self.touched = False
@@ -61,20 +82,7 @@ class Collection:
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
-        stopped: Callable[[], bool] = bool
-        if isinstance(plan.interruptor, Interruptor):
-            plan.interruptor.attach(engine.backend.stop_byte)
-            stopped = plan.interruptor.collection_stopped
-        engine.tolerant = plan.arguments["on_failure"] != "raise"
-        engine.needs_all = plan.relaunches is not None and plan.sync
-        self.budget = engine.plan(
-            plan.limits,
-            plan.frames,
-            plan.batches,
-            enough=plan.enough,
-            stopped=stopped,
-            blanks=plan.blanks,
-        )
+        self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
@@ -89,9 +97,9 @@ class Collection:
 
     def serve(self, plan: WorkerPlan) -> None:
         """Continue with the workers that were started by ``plan``, which the engine has now."""
-        self.plan = plan
+        self.plan, self._late = plan, nullcontext()
         self.pipeline.forget()
-        self.engine.discarded += self.pipeline.discarded
+        self._unfinished += self.pipeline.discarded
         self.pipeline = plan.pipeline
         self.pipeline.share_out(self.engine.num_envs)
         self.hooks = HooksInWorkers(self.hooks.pre, self.hooks.post, self.engine)
@@ -122,13 +130,15 @@ class Collection:
         if weights.schedule is not None:
             weights.before_batch()
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
-        batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        batch, reports = self._collected(feed)
+        while feed and self._is_old(batch, reports):
+            batch, reports = self._collected(feed)
         cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
             self.budget.delivered -= frames
-            self.engine.discarded += frames
+            self.engine.discards["stop"] += frames
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
@@ -140,11 +150,45 @@ class Collection:
             weights.after_batch(reports)
         return batch
 
+    def _collected(self, feed: bool) -> tuple[TensorDictBase | None, Rollouts]:
+        with self._late:
+            return self.engine.collect(self.budget, self.timeout, feed)
+
+    def _is_old(self, batch: TensorDictBase | None, reports: Rollouts) -> bool:
+        """Tell whether a batch was made with weights that are too old, and is discarded."""
+        most = self.plan.max_lag
+        if most is None:
+            return False
+        lag = self.weights.number - min(report.policy_version for report in reports.values())
+        if lag <= most:
+            self._old_in_a_row = 0
+            return False
+        frames = sum(report.frames for report in reports.values())
+        self.budget.delivered -= frames
+        self.engine.discards["lag"] += frames
+        self.pipeline.forget(batch)
+        self._old_in_a_row += 1
+        if self._old_in_a_row == _MOST_OLD:
+            warn(
+                f"{_MOST_OLD} batches in a row were discarded: their weights were more than "
+                f"max_lag={most} versions old; update less often, or make batches smaller"
+            )
+        return True
+
     def _env_failed(self, worker: int, failure: str) -> None:
         """Count an environment that was built anew, and warn of it."""
         self.env_restarts += 1
         where = f"in worker {worker}, " if self._several else ""
         warn(f"{where}{failure}")
+
+    def unprocessed(self) -> TensorDictBase | None:
+        """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
+        self.announce()
+        parts = [self.gather() for _ in range(self.plan.batches.joined)]
+        found = [part for part in parts if part is not None]  # none of workers that store them
+        batch = put_together(found) if len(found) > 1 else parts[0]
+        self.pipeline.forget(batch)  # these frames are missing from trajectories
+        return batch
 
     def newest(self) -> tuple[int, int]:
         """Return the valid frames of the newest batch and the oldest policy version in it."""
@@ -162,7 +206,7 @@ class Collection:
             raise NotImplementedError(
                 "with trajs_per_batch the shape of a batch is that of its longest trajectory"
             )
-        batch, count = self.engine.batches.fake_batch(), self.pipeline.joined
+        batch, count = self.engine.batches.fake_batch(), self.plan.batches.joined
         return self.pipeline.finish(batch if count == 1 else put_together([batch] * count))
 
     def failed(self) -> None:
@@ -183,6 +227,14 @@ class Collection:
     def finish_filling(self) -> None:
         """Collect the rollouts under way that workers write to the buffer, and count their rows."""
         while self.plan.fills and not self.engine.gather.idle:
+            delivered = self.collect(feed=False)
+            if not self.filling.is_running():
+                self.ready += delivered
+
+    def settle(self) -> None:
+        """Collect what is under way that cannot be part of a state."""
+        self.finish_filling()
+        while isinstance(self.engine.gather, SyncGather) and not self.engine.gather.idle:
             delivered = self.collect(feed=False)
             if not self.filling.is_running():
                 self.ready += delivered
@@ -246,7 +298,7 @@ class Collection:
         episodes; they are NaN before the first has ended. ``time_env``, ``time_policy``,
         ``time_transfer`` and ``time_wait`` are shares of the workers' time, and ``time_reset`` is
         the part of ``time_env`` that resets take. ``lag`` is the age of the newest batch's weights,
-        in versions.
+        in versions; ``lag_mean`` and ``lag_max`` are about the last 100 batches.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
@@ -270,7 +322,7 @@ class Collection:
             "workers_alive": len(self.engine.alive),
             "workers_lost": self.engine.losses,
             "relaunches": sum(self.engine.lives),
-            "rollouts_queued": self.engine.gather.queued,
+            "rollouts_queued": len(self.engine.gather.waiting()),
         }
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
             own = self._of_worker(worker)
@@ -281,11 +333,10 @@ class Collection:
         engine, limits = self.engine, self.budget.limits
         total = limits.total_frames
         return {
-            "frames": self.budget.delivered,
+            **self._ledger(),
             "batches": self.batches,
             "frames_per_batch": limits.frames_per_batch,
             "requested_frames_per_batch": limits.frames_per_batch,
-            "frames_discarded": engine.discarded + engine.gather.dropped + self.pipeline.discarded,
             "env_restarts": self.env_restarts,
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
@@ -300,6 +351,43 @@ class Collection:
             **self.filling.stats(),
         }
 
+    def _ledger(self) -> dict[str, int]:
+        """Return the frames that workers have reported, and what became of them."""
+        engine, delivered = self.engine, self.budget.delivered
+        waiting = sum(report.frames for report in engine.gather.waiting())
+        stopped, waiting = (waiting, 0) if engine.closed else (0, waiting)
+        unfinished = self._unfinished + self.pipeline.discarded
+        discards = {
+            "reset": engine.discards["reset"],
+            "loss": engine.gather.dropped,
+            "lag": engine.discards["lag"],
+            "ahead": engine.discards["ahead"],
+            "stop": engine.discards["stop"] + stopped,
+        }
+        lost = sum(discards.values())
+        return {
+            "frames": delivered,
+            "frames_stepped": delivered + lost + waiting,
+            "frames_under_way": waiting,
+            "frames_discarded": lost + unfinished,
+            **{f"frames_discarded_{why}": frames for why, frames in discards.items()},
+            "frames_discarded_unfinished": unfinished,
+        }
+
+    def ledger_state(self) -> dict[str, Any]:
+        """Return the counts of frames that were stepped and not delivered."""
+        return {
+            "discards": dict(self.engine.discards),
+            "dropped": self.engine.gather.dropped,
+            "unfinished": self._unfinished + self.pipeline.discarded,
+        }
+
+    def load_ledger(self, state: Mapping[str, Any]) -> None:
+        """Continue from counts of `ledger_state`: frames since then were never stepped."""
+        self.engine.discards = Counter(state["discards"])
+        self.engine.gather.dropped = int(state["dropped"])
+        self._unfinished = int(state["unfinished"]) - self.pipeline.discarded
+
     def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
         engine = self.engine
         return {
@@ -308,3 +396,21 @@ class Collection:
             "pid": engine.processes[worker][0],
             **self.watching.measures.stats(worker),
         }
+
+
+def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
+    """Reserve memory for the batches that ``plan`` asks for; return their budget."""
+    stopped: Callable[[], bool] = bool
+    if isinstance(plan.interruptor, Interruptor):
+        plan.interruptor.attach(engine.backend.stop_byte)
+        stopped = plan.interruptor.collection_stopped
+    engine.tolerant = plan.arguments["on_failure"] != "raise"
+    engine.needs_all = plan.relaunches is not None and plan.sync
+    return engine.plan(
+        plan.limits,
+        plan.frames,
+        plan.batches,
+        enough=plan.enough,
+        stopped=stopped,
+        blanks=plan.blanks,
+    )

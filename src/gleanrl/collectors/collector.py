@@ -16,6 +16,7 @@ from gleanrl.collectors.arguments import (
     read_index,
 )
 from gleanrl.collectors.base_collector import BaseCollector
+from gleanrl.collectors.states import OF_ALL
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, for_users
@@ -181,7 +182,7 @@ class Collector(BaseCollector):
         if "torch" not in streams:  # the worker has streams of its own, which nobody shares
             own = engine.request(0, m.GetState())["streams"]
             streams = own | {name: one for name, one in streams.items() if one is not None}
-        worker = {**worker, "env": state["env_state_dict"], "streams": streams}
+        worker = {**worker, "env": state["env_state_dict"], "streams": streams, "episodes": None}
         engine.request(0, m.SetState(worker))
         if seed := collection.seeds.get(0):  # generators of environments cannot be carried over
             engine.request(0, reseeded(seed, 1) if collection.moved else seed)
@@ -207,16 +208,18 @@ class Collector(BaseCollector):
         chosen = None if index is None else read_index(index, self._engine.num_envs)
         self.collection.restart({0: m.Reset(chosen, kwargs)})
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+    def state_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        state = super().state_dict(allow_pickle=allow_pickle)
         return {**state.pop("worker0"), **state}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
+    ) -> None:
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")
         missing = [name for name in expected if name not in state_dict]
         if strict and missing:
             raise KeyError(
                 f"state_dict lacks {missing}; load with strict=False to keep what is there"
             )
-        own = {n: state_dict[n] for n in ("frames", "iter", "statistics") if n in state_dict}
-        super().load_state_dict({"worker0": state_dict, **own}, strict)
+        own = {name: state_dict[name] for name in OF_ALL if name in state_dict}
+        super().load_state_dict({"worker0": state_dict, **own}, strict, allow_pickle=allow_pickle)

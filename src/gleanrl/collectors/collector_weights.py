@@ -13,7 +13,7 @@ from torch import nn
 
 from gleanrl.collectors.arguments import check_schemes
 from gleanrl.collectors.controls import one_of
-from gleanrl.collectors.weight_schedule import NothingSent
+from gleanrl.collectors.weight_schedule import NothingSent, WeightSchedule
 from gleanrl.collectors.weight_update import WeightUpdaterBase
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownModelError
@@ -337,6 +337,15 @@ class CollectorWeights:
         """Move to the next policy version without touching the weights."""
         with self._engine.turn(None):
             self._deliver({}, None)
+
+    def schedule_state(self) -> Any:
+        """Return which workers are due to get weights, and how long others have waited."""
+        return self.schedule.state() if isinstance(self.schedule, WeightSchedule) else None
+
+    def load_schedule(self, state: Any) -> None:
+        """Continue from a `schedule_state`."""
+        if state is not None and isinstance(self.schedule, WeightSchedule):
+            self.schedule.load_state(state)
 
     def restore(self, policies: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
         """Load each worker's policy state and version; continue from the newest version."""

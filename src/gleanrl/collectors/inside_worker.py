@@ -220,7 +220,7 @@ class FillingSource:
     def __init__(self, source: Source, pipeline: Pipeline | RolloutTarget) -> None:
         """Serve ``source``; first write its rollouts into this worker's own memory."""
         self._source = source
-        self.load, self.state = source.load, source.state
+        self.load = source.load
         self.call, self.close = source.call, source.close
         self._pipeline = pipeline
         # A collector of the user's class calls its hooks itself.
@@ -279,6 +279,17 @@ class FillingSource:
         self._pipeline.forget()
         self._source.reset(envs, options)
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
+        state = self._source.state(allow_pickle)
+        if isinstance(self._pipeline, Pipeline):
+            state["trajectories"] = self._pipeline.state()
+        return state
+
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
         self._pipeline.forget()
-        self._source.load_state(state, strict)
+        why = self._source.load_state(state, strict, allow_pickle)
+        if isinstance(self._pipeline, Pipeline) and "trajectories" in state:
+            self._pipeline.load_state(state["trajectories"])
+        return why

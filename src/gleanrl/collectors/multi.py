@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
@@ -18,6 +19,7 @@ from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.central import (
     call_sizes,
     central_plan,
+    driver_processors,
     in_whole_rollouts,
     policy_process_plan,
     read_inference,
@@ -27,6 +29,7 @@ from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.engine.interruptor import stop_byte
@@ -75,13 +78,16 @@ class MultiCollector(BaseCollector):
         super().__init__(create_env_fn, policy, kwargs)
         arguments = self._arguments
         functions = env_functions(create_env_fn, arguments["num_workers"])
-        make = _make_backend(arguments)
+        affinity = read_affinity("worker_affinity", arguments["worker_affinity"], len(functions))
+        self._affinity = affinity
         if read_inference(arguments, self._sync):
             arguments = in_whole_rollouts(arguments, functions)
             if self._sync or arguments["policy_process"] is False:
-                self._start_here(central_plan(arguments, functions, self._sync))
+                driver_processors(arguments)
+                self._start_here(central_plan(arguments, functions, self._sync, affinity))
             else:
-                self._start(policy_process_plan(arguments, functions, MultiAsyncCollector), make)
+                plan = policy_process_plan(arguments, functions, MultiAsyncCollector, affinity)
+                self._start(plan, _make_backend(arguments, driver_processors(arguments)))
             self.num_workers = len(functions)
             return
         kind = arguments["collector_class"]
@@ -93,7 +99,7 @@ class MultiCollector(BaseCollector):
                 collector_class=None if kind is Collector else kind,
                 serve=serve,
             ),
-            make,
+            _make_backend(arguments, affinity),
         )
 
     def _start_here(self, plan: WorkerPlan) -> None:
@@ -105,6 +111,12 @@ class MultiCollector(BaseCollector):
         elif len(plan.factories) > 1:
             make = partial(InterleavedBackend, stop=stop)
         self._start(plan, make)
+
+    def explain(self) -> str:
+        """List the parts that are called unmodified, and the processors of pinned workers."""
+        pinned = enumerate(self._affinity or ())
+        lines = [f"worker {worker}: processors {sorted(own)}" for worker, own in pinned]
+        return "\n".join([super().explain(), *lines])
 
     def calls_of_policy(self, reset: bool = False) -> tuple[int, int]:
         """Return the calls of the central policy, and the environments in all of them.
@@ -215,7 +227,7 @@ class AsyncCollector(MultiCollector):
         super().__init__([create_env_fn], policy, **kwargs)
 
 
-def _make_backend(arguments: Arguments) -> MakeBackend:
+def _make_backend(arguments: Arguments, affinity: Sequence[Processors] | None) -> MakeBackend:
     """Return the function that builds the backend that ``arguments`` name.
 
     Raises:
@@ -226,7 +238,11 @@ def _make_backend(arguments: Arguments) -> MakeBackend:
     if name in (None, "process", "multiprocessing"):
         threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         replaces = arguments["on_failure"] == "relaunch"
-        return lambda windows: ProcessBackend(threads, start_timeout, replaces=replaces)
+        return lambda windows: ProcessBackend(
+            threads, start_timeout, replaces=replaces, affinity=affinity
+        )
+    if affinity is not None:
+        raise ConfigError(f"worker_affinity needs workers in processes, not backend={name!r}")
     if name in ("inline", "direct"):
         return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
     raise unknown_backend(

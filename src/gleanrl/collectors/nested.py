@@ -251,25 +251,37 @@ class NestedSource:
         with self._streams.active():
             self.collector.reset(envs, **options)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
+        ours = isinstance(self.collector, BaseCollector)
+        pickling = {"allow_pickle": True} if allow_pickle and ours else {}
         return {
             "env": {},
-            "collector": self.collector.state_dict(),
+            "collector": self.collector.state_dict(**pickling),
             "streams": self._streams.state(),
             "policy_version": self._version,
             "begun": self._begun,
+            "sums": {worker: sums.state() for worker, sums in self._sums.items()},
         }
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
+        why: str | None = None
         with self._streams.active():
-            if strict or not isinstance(self.collector, BaseCollector):
-                self.collector.load_state_dict(state["collector"])
+            if isinstance(self.collector, BaseCollector):
+                pickling = {"allow_pickle": True} if allow_pickle else {}
+                self.collector.load_state_dict(state["collector"], strict, **pickling)
+                why = self.collector.collection.restarted
             else:
-                self.collector.load_state_dict(state["collector"], strict=False)
+                self.collector.load_state_dict(state["collector"])
         self._streams.load_state(state["streams"])
         self._version = int(state["policy_version"])
         if (begun := state.get("begun")) is not None:  # those that were running are over
             self._begun, self._newest = begun.clone(), torch.full_like(begun, -1)
+        self._sums.clear()
+        for worker, sums in state.get("sums", {}).items() if why is None else ():
+            self._sums[worker].load_state(sums)
+        return why
 
     def policy_state(self) -> dict[str, Any]:
         """Return nothing: the policy is part of the collector's state."""

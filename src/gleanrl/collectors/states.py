@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from gleanrl.collectors import state_files
 from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.replacing import reseeded
+from gleanrl.envs.plain_state import pickled_parts, save_state
+from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
+from gleanrl.envs.state_loading import load_state
+
+OF_ALL = (
+    "frames",
+    "iter",
+    "statistics",
+    "schedule",
+    "trajectories",
+    "undelivered",
+    "ready",
+    "ledger",
+)
+"""Entries that are not those of one worker."""
 
 
-def state_of(collection: Collection) -> dict[str, Any]:
+def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
     """Return counters, statistics, and ``worker0``, ``worker1``, …: policy and environment of each.
+
+    Args:
+        collection: Is not changed.
+        allow_pickle: Whether parts of environments may be pickled.
 
     Raises:
         ClosedError: the collection was shut down, and its workers with it.
@@ -25,8 +48,8 @@ def state_of(collection: Collection) -> dict[str, Any]:
             "state: keep the state_dict() from after each batch"
         )
     with engine.turn(None):
-        collection.finish_filling()  # the state counts every row that is in the buffer
-        states = engine.request_all(m.GetState())
+        collection.settle()  # the state counts every row that is in the buffer
+        states, undelivered = engine.states(m.GetState(allow_pickle))
         policies = (
             [collection.weights.models.policy_state()] * engine.workers
             if in_process
@@ -37,7 +60,76 @@ def state_of(collection: Collection) -> dict[str, Any]:
             "frames": collection.budget.delivered,
             "iter": collection.batches,
             "statistics": collection.watching.measures.state_dict(),
+            "schedule": collection.weights.schedule_state(),
+            "trajectories": collection.pipeline.state(),
+            "undelivered": list(map(_rollout_state, undelivered)),
+            "ready": list(map(save_state, collection.ready)),
+            "ledger": collection.ledger_state(),
         }
+
+
+def save_to(
+    collection: Collection, path: Path, name: str, state: Mapping[str, Any], keep: int
+) -> None:
+    """Write a state of ``collection`` to a file.
+
+    Raises:
+        NeedsPickle: names a part of an environment that can only be pickled.
+        OSError: the disk is full; earlier files stay.
+    """
+    for why in _new_episodes(state):
+        if why.get("pickle"):
+            raise NeedsPickle(f"nothing was saved: {why['why']}")
+        if not collection.warned_of_episodes:
+            collection.warned_of_episodes = True
+            warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
+    pickled = sorted(set(pickled_parts(state)))
+    facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
+    state_files.write(path, facts, state, keep)
+
+
+def read_from(collection: Collection, path: Path, name: str, allow_pickle: bool) -> dict[str, Any]:
+    """Read a state for ``collection`` from a file.
+
+    Raises:
+        ConfigError: a file of another kind, damaged, of a later version, or of a collector with
+            another number of workers; or one with pickled parts, which are not allowed.
+    """
+    facts, state = state_files.read(path)
+    if facts["pickled"] and not allow_pickle:
+        raise ConfigError(
+            f"{path} has pickled parts ({', '.join(map(str, facts['pickled'][:4]))}), which can "
+            "run any code: pass allow_pickle=True if you trust the file"
+        )
+    workers = collection.engine.workers
+    if (facts["workers"], facts["collector"] == "Collector") != (workers, name == "Collector"):
+        raise ConfigError(
+            f"{path} holds the state of a {facts['collector']} with {facts['workers']} workers; "
+            f"this is a {name} with {workers}"
+        )
+    return dict(state)
+
+
+def _new_episodes(state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield why environments of workers, also of those in workers, have no state."""
+    for name, part in state.items() if isinstance(state, Mapping) else ():
+        if name == "episodes" and isinstance(part, Mapping) and "why" in part:
+            yield part
+        else:
+            yield from _new_episodes(part)
+
+
+def _rollout_state(rollout: Undelivered) -> dict[str, Any]:
+    worker, report, batch = rollout
+    numbers = {"steps": report.steps, "frames": report.frames, "version": report.policy_version}
+    ended = as_tensor(report.ended)
+    return {"worker": worker, **numbers, "ended": ended, "batch": save_state(batch)}
+
+
+def _rollout(state: Mapping[str, Any]) -> Undelivered:
+    ended = as_bytes(state["ended"])
+    report = m.Report(state["steps"], state["frames"], state["version"], ended=ended)
+    return state["worker"], report, load_state(None, state["batch"])
 
 
 def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str, Any]:
@@ -61,13 +153,22 @@ def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str
     return {f"worker{worker}": entries[worker] for worker in range(engine.workers)}
 
 
-def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Restore a state of `state_of`; environments restart on fresh resets.
+def restore(
+    collection: Collection,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    allow_pickle: bool = False,
+) -> str | None:
+    """Restore a state of `state_of`.
 
     Args:
         collection: With as many workers as the state has.
         state_dict: The state.
         strict: Whether all entries must be there.
+        allow_pickle: Whether parts of environments may be unpickled.
+
+    Returns:
+        Which environments begin new episodes, and why; ``None`` if all continue theirs.
 
     Raises:
         ConfigError: the state of another number of workers.
@@ -81,7 +182,7 @@ def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool)
     for worker, entry in enumerate(entries):
         version = weights.number
         if "worker" in entry:
-            commands[worker] = _restoring(collection, worker, entry, strict)
+            commands[worker] = _restoring(collection, worker, entry, strict, allow_pickle)
             version = int(entry["worker"]["policy_version"])
         policies[worker] = entry.get("policy_state_dict") or {}, version
     with engine.turn(None):
@@ -89,11 +190,32 @@ def restore(collection: Collection, state_dict: Mapping[str, Any], strict: bool)
         batches = int(state_dict.get("iter", collection.batches))
         weights.models.check_restore(state for state, _ in policies.values())
         _number_lives(engine, entries)
-        collection.restart(commands)
+        undelivered = list(map(_rollout, state_dict.get("undelivered", ())))
+        answers = collection.restart(commands)
         weights.restore(policies)
+        weights.load_schedule(state_dict.get("schedule"))
         collection.budget.delivered, collection.batches = frames, batches
+        engine.gather.take_back(undelivered, collection.budget)
+        if "trajectories" in state_dict:
+            collection.pipeline.load_state(state_dict["trajectories"])
+        if "ledger" in state_dict:
+            collection.load_ledger(state_dict["ledger"])
+        collection.ready.extend(load_state(None, one) for one in state_dict.get("ready", ()))
         collection.watching.load_state_dict(state_dict.get("statistics"), frames)
         collection.renew_seeds({})  # streams are those of the state now
+        collection.restarted = _restarted(engine, answers)
+        return collection.restarted
+
+
+def _restarted(engine: Engine, answers: Mapping[int, Any]) -> str | None:
+    """Return which environments begin new episodes, and why."""
+    why = {worker: text for worker, text in answers.items() if isinstance(text, str)}
+    if not why:
+        return None
+    which = "all environments"
+    if len(why) < engine.workers:
+        which = f"environments of the workers {sorted(why)}"
+    return f"{which} begin new episodes: {next(iter(why.values()))}"
 
 
 def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
@@ -111,13 +233,14 @@ def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> li
 
 
 def _restoring(
-    collection: Collection, worker: int, entry: Mapping[str, Any], strict: bool
+    collection: Collection, worker: int, entry: Mapping[str, Any], strict: bool, allow_pickle: bool
 ) -> m.Command:
     """Return the command that restores ``worker`` from ``entry``, or seeds a lost worker."""
     if entry.get("lost"):
         life = max(int(entry["life"]), collection.engine.lives[worker])
         return reseeded(m.Seed(collection.plan.stream + worker), life)
-    return m.SetState({**entry["worker"], "env": entry.get("env_state_dict", {})}, strict)
+    state = {**entry["worker"], "env": entry.get("env_state_dict", {})}
+    return m.SetState(state, strict, allow_pickle)
 
 
 def _number_lives(engine: Engine, entries: list[Any]) -> None:

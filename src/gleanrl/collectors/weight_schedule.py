@@ -64,6 +64,14 @@ class WeightSchedule:
 
     restored = sent
 
+    def state(self) -> dict[str, Any]:
+        """Return which workers are due, and how long others have waited."""
+        return {"waiting": dict(self._waiting), "due": sorted(self._due)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state`."""
+        self._waiting, self._due = dict(state["waiting"]), set(state["due"])
+
 
 class NothingSent:
     """Warns if the learner trains while the workers keep their first weights.

@@ -111,6 +111,8 @@ class WorkerPlan:
         self.exploration = read_exploration(
             arguments["exploration_type"], arguments["exploration_mode"]
         )
+        lag = arguments["max_lag"]
+        self.max_lag = None if lag is None else check_int("max_lag", lag, least=0)
         self.version = read_version(arguments["track_policy_version"])
         self.updater = read_updater(arguments["weight_updater"])
         self._read_devices()
@@ -165,7 +167,17 @@ class WorkerPlan:
             self.sink is not None and not self.in_process and self.sink.by_workers(self.remote)
         )
         """Whether workers write their rollouts into the sink themselves."""
+        if self.fills and self.max_lag is not None:
+            raise ConfigError(
+                f"max_lag ({self.max_lag}) discards batches, but workers write into this buffer "
+                "before the learner sees their batches: drop max_lag"
+            )
         self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
+
+    def close_within(self, seconds: float) -> None:
+        """Have processes of environments be killed that do not end in so many ``seconds``."""
+        for env in self.functions if self.central else ():
+            env.shutdown_timeout = seconds
 
     # -- what each worker gets ---------------------------------------------------------------------
 

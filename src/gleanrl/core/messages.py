@@ -133,6 +133,8 @@ class Reset:
 class GetState:
     """Return the source's state."""
 
+    allow_pickle: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class SetState:
@@ -140,6 +142,7 @@ class SetState:
 
     state: Mapping[str, Any]
     strict: bool = True
+    allow_pickle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

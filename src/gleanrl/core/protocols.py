@@ -86,6 +86,12 @@ class EnvBatch(Protocol):
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore a state from `state`."""
 
+    def snapshot(self, allow_pickle: bool = False) -> Any:
+        """Return the state in the middle of episodes as plain data; raise if it has other parts."""
+
+    def resume(self, snapshot: Any, allow_pickle: bool = False) -> None:
+        """Continue from a `snapshot`; raise if it does not fit."""
+
     def close(self) -> None:
         """Release the environments. Idempotent."""
 
@@ -160,6 +166,8 @@ class Policy(Protocol):
     episode begins, and ``"step_count"``, int64 ``[P, 1]``, 0 there."""
     requested: JointAct | None
     """The act that `act` has left to a call for several rollouts; ``None`` if it has acted."""
+    memory: Any
+    """A copy of what it wrote at earlier steps and may read; set to continue from it."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""
@@ -198,11 +206,13 @@ class Source(Protocol):
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         """Reset environments; they start new trajectories."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
         """Return everything needed to continue elsewhere."""
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`."""
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
+        """Restore a state from `state`; return why environments begin new episodes, if they do."""
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve a dotted path on the source and call it, or return it if not callable."""

@@ -87,6 +87,14 @@ class EpisodeSums:
         self._open: Array = np.empty((2, 0))
         """Return and length of the running episode of each environment."""
 
+    def state(self) -> torch.Tensor:
+        """Return the running episodes."""
+        return torch.from_numpy(self._open.copy())
+
+    def load_state(self, state: torch.Tensor) -> None:
+        """Continue from a state of `state`."""
+        self._open = state.numpy().copy()
+
     def add(self, rollouts: Sequence[Ended]) -> tuple[Array, list[int]]:
         """Take in the next rollouts; return the episodes that ended, and how many in each."""
         found: list[Array] = [NO_EPISODES]

@@ -130,6 +130,15 @@ class Streams:
         self.actions: torch.Tensor | None = None
         """State of torch's generator for random actions, ``None`` before the first was drawn."""
 
+    def take(self) -> None:
+        """Take over the state of the global streams."""
+        self._own = _current()
+
+    def give(self) -> None:
+        """Set the global streams to these."""
+        if self._own is not None:
+            _install(self._own)
+
     def begin(self, seed: int | None) -> None:
         """Make the streams a source begins with: no life of a worker repeats an earlier one.
 

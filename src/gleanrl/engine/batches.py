@@ -41,6 +41,8 @@ class BatchOptions:
     """A batch is the rollout of one worker, the first to finish."""
     joined: int = 1
     """So many batches are put one after another in time before anything else is done."""
+    rollout_envs: int | None = None
+    """Environments of a rollout without a layout, if these are not all of a worker."""
 
 
 class BatchPlan:
@@ -202,6 +204,13 @@ class Slots:
         there = [report for report in reports if report.payload is not None]
         return self._put_together([r.payload for r in there], there) if there else None
 
+    def copied(self, slot: int, report: m.Report) -> TensorDictBase | None:
+        """Return a copy of the batch in a slot of one worker, which is still to be handed over."""
+        if report.payload is None:
+            return None
+        payload: TensorDictBase = report.payload.clone()
+        return self._put_together([payload], [report])
+
     def _put_together(
         self, parts: Sequence[TensorDictBase], reports: Sequence[m.Report]
     ) -> TensorDictBase:
@@ -268,6 +277,12 @@ class SlabSlots(Slots):
         batch = self._batch(self._parts(self._arena.copy(slot)), reports)
         self._arena.release(slot)
         return batch
+
+    def copied(self, slot: int, report: m.Report) -> TensorDictBase | None:
+        payload = self._copied(self.windows[slot][0]) if report.payload is None else report.payload
+        payload = payload.cpu().clear_device_() if report.payload is not None else payload
+        batch = self._put_together([payload.clone()], [report])
+        return batch if self._device is None else batch.to(self._device)
 
     def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Put a batch together of which some rollouts are payloads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,16 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather
+from gleanrl.engine.gather import (
+    AsyncGather,
+    Gather,
+    Rollouts,
+    SyncGather,
+    Undelivered,
+)
 from gleanrl.engine.session import MakeBackend, Session
 
-_STAYING = frozenset({"_turns", "closed", "discarded", "failure", "set_aside"})
+_STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
 """Attributes of an engine that are not about its workers, and differ while none is collecting."""
 
 
@@ -35,8 +42,8 @@ class Engine(Session):
         """Start the workers; see `Session`. `plan` has to follow."""
         self.set_aside: Engine | None = None
         """The engine with the workers from before `exchange`, which closes with this one."""
-        self.discarded = 0
-        """Frames that were stepped but not delivered."""
+        self.discards: Counter[str] = Counter()
+        """Frames that were stepped but not delivered, by the reason."""
         super().__init__(make_backend, factories, start_timeout=start_timeout)
 
     def plan(
@@ -67,7 +74,7 @@ class Engine(Session):
         """
         layouts = self.layouts
         rows = [
-            envs if layout is None else layout.num_envs
+            (options.rollout_envs or envs) if layout is None else layout.num_envs
             for layout, envs in zip(layouts, self.envs, strict=True)
         ]
         self.steps = tuple(
@@ -138,7 +145,7 @@ class Engine(Session):
             finally:
                 self.awaited = False
             for report in rollouts.values():
-                self.discarded += report.discarded
+                self.discards["ahead"] += report.discarded
             return batch, rollouts
 
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
@@ -146,6 +153,18 @@ class Engine(Session):
         with self._alone():
             self._check_usable()
             return self.gather.ready(budget, feed, timeout)
+
+    def states(self, command: m.GetState) -> tuple[list[Any], Sequence[Undelivered]]:
+        """Return the state of each worker, and the rollouts that it had made before.
+
+        Those are copies; the rollouts are still delivered.
+        """
+        with self._alone(60.0):
+            tickets = self._carry_out(dict.fromkeys(range(self.workers), command), 60.0)
+            values = self._values(tickets)
+            since = {worker: tickets[worker].arrived for worker in values}
+            made = self.gather.undelivered(since)
+            return [values.get(worker) for worker in range(self.workers)], made
 
     def restart(
         self, commands: dict[int, m.Command], budget: Budget, timeout: float | None = 60.0
@@ -157,7 +176,7 @@ class Engine(Session):
         with self._alone(timeout):
             tickets = self._carry_out(commands, timeout)
             since = {w: sys.maxsize if t.lost else t.arrived for w, t in tickets.items()}
-            self.discarded += self.gather.discard(since, budget)
+            self.discards["reset"] += self.gather.discard(since, budget)
             return self._values(tickets)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TypeAlias
 
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
+from gleanrl.core.errors import ConfigError
 from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.session import Session, Ticket
@@ -24,6 +26,8 @@ _DEPTH = 2
 
 Rollouts: TypeAlias = Mapping[int, m.Report]
 """Per worker that contributed to a batch: the report about its rollout."""
+Undelivered: TypeAlias = tuple[int, m.Report, TensorDictBase]
+"""A rollout that has arrived and was not delivered: its worker, the report, and the batch."""
 
 
 class Gather(abc.ABC):
@@ -65,14 +69,26 @@ class Gather(abc.ABC):
     def idle(self) -> bool:
         """Whether no rollout is under way."""
 
-    @property
     @abc.abstractmethod
-    def queued(self) -> int:
-        """Rollouts that have arrived and wait to be delivered; safe in any thread."""
+    def waiting(self) -> list[m.Report]:
+        """Return the reports of rollouts that wait to be delivered; safe in any thread."""
 
     @abc.abstractmethod
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
+
+    @abc.abstractmethod
+    def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
+        """Return copies of rollouts of each worker that arrived before its given arrival."""
+
+    def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
+        """Deliver ``rollouts`` of `undelivered` before all others.
+
+        Raises:
+            ConfigError: batches are no rollouts of one worker.
+        """
+        if rollouts:
+            raise ConfigError("the state is that of an asynchronous collector")
 
     @property
     def copies(self) -> int:
@@ -101,6 +117,11 @@ class _Round:
     def finished(self) -> int:
         """The number of workers that have replied."""
         return sum(ticket.reply is not None for ticket in self.tickets)
+
+
+def _reports(tickets: Iterable[Ticket]) -> list[m.Report]:
+    """Return the reports of rollouts that have arrived."""
+    return [ticket.reply.report for ticket in tickets if isinstance(ticket.reply, m.Rolled)]
 
 
 class SyncGather(Gather):
@@ -154,7 +175,7 @@ class SyncGather(Gather):
             self._begun = None
             raise
         self._begun = None
-        reports = [t.reply.report for t in begun.tickets if isinstance(t.reply, m.Rolled)]
+        reports = _reports(begun.tickets)
         rollouts: Rollouts = dict(enumerate(reports))
         if len(reports) < len(begun.tickets):
             rollouts, reports = self._with_blanks(begun)
@@ -299,10 +320,13 @@ class SyncGather(Gather):
     def idle(self) -> bool:
         return self._begun is None
 
-    @property
-    def queued(self) -> int:
+    def waiting(self) -> list[m.Report]:
         begun = self._begun
-        return 0 if begun is None else begun.finished
+        return [] if begun is None else _reports(begun.tickets)
+
+    def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
+        """Return nothing: a state is taken between batches."""
+        return ()
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
         """Request dropped rollouts again, each of its worker; the others stay.
@@ -322,8 +346,7 @@ class SyncGather(Gather):
         for ticket in stale:
             self._request(begun, ticket.worker)
         begun.tickets.sort(key=lambda ticket: ticket.worker)
-        replies = (ticket.reply for ticket in stale)
-        return sum(reply.report.frames for reply in replies if isinstance(reply, m.Rolled))
+        return sum(report.frames for report in _reports(stale))
 
 
 _Requested: TypeAlias = tuple[Ticket, Slots, int]
@@ -340,6 +363,8 @@ class AsyncGather(Gather):
         super().__init__(session, [make_slots(worker) for worker in range(len(frames))], frames)
         self._make_slots = make_slots
         self._queues: list[deque[_Requested]] = [deque() for _ in frames]
+        self._taken_back: deque[Undelivered] = deque()
+        """Rollouts of an earlier collector that it did not deliver."""
 
     def batch(
         self, budget: Budget, timeout: float | None, feed: bool = True
@@ -349,6 +374,10 @@ class AsyncGather(Gather):
         if feed and session.can_continue:
             self._feed_all(budget, one=True)
         self.meanwhile()
+        if self._taken_back:
+            worker, report, batch = self._taken_back.popleft()
+            budget.deliver(self._frames[worker], report.frames)
+            return batch, {worker: report}
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:
@@ -376,6 +405,8 @@ class AsyncGather(Gather):
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         if feed and self.session.can_continue:
             self._feed_all(budget)
+        if self._taken_back:
+            return True
         if timeout is None:
             self.session.warn_silent()
         if timeout is not None or self._first() is None:
@@ -387,11 +418,29 @@ class AsyncGather(Gather):
 
     @property
     def idle(self) -> bool:
-        return not any(self._queues)
+        return not (any(self._queues) or self._taken_back)
 
-    @property
-    def queued(self) -> int:
-        return sum(t.reply is not None for queue in self._queues for t, *_ in queue.copy())
+    def waiting(self) -> list[m.Report]:
+        arrived = _reports(ticket for queue in self._queues for ticket, *_ in queue.copy())
+        return [*(report for _, report, _ in self._taken_back), *arrived]
+
+    def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
+        found = list(self._taken_back)
+        made = [
+            (ticket.arrived, ticket.worker, ticket.reply.report, slots, slot)
+            for queue in self._queues
+            for ticket, slots, slot in queue
+            if isinstance(ticket.reply, m.Rolled) and ticket.arrived < since.get(ticket.worker, 0)
+        ]
+        for _, worker, report, slots, slot in sorted(made, key=itemgetter(0)):
+            if (batch := slots.copied(slot, report)) is not None:
+                found.append((worker, replace(report, payload=None), batch))
+        return found
+
+    def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
+        for worker, report, batch in rollouts:
+            budget.dispatch(self._frames[worker])
+            self._taken_back.append((worker, report, batch))
 
     def _feed_all(self, budget: Budget, one: bool = False) -> None:
         """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
@@ -468,7 +517,11 @@ class AsyncGather(Gather):
                 self.session.give_up(late, _TASK, Deadline(timeout))
 
     def discard(self, since: Mapping[int, int], budget: Budget) -> int:
-        frames = 0
+        frames = sum(report.frames for worker, report, _ in self._taken_back if worker in since)
+        for worker, *_ in self._taken_back:
+            if worker in since:
+                budget.cancel(self._frames[worker])
+        self._taken_back = deque(one for one in self._taken_back if one[0] not in since)
         for worker, mark in since.items():
             queue = self._queues[worker]
             while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:

@@ -16,6 +16,8 @@ from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100
@@ -54,10 +56,10 @@ class Pipeline:
             self._stages += [_checked(postproc), drop_private]
         self._sink = sink
         self._not_stored = 0
-        self.joined = 1
-        """Collected batches that are put one after another in time."""
+        self.least_frames = 0
+        """Rollouts or whole trajectories are put one after another to batches of so many frames."""
         self._parts: list[TensorDictBase] = []
-        """Those of the next batch."""
+        """The parts of the next batch."""
         self._fruitless = 0
         self._equal = arguments["traj_quota"] == "equal"
         self._whole = _whole_trajectories(arguments)
@@ -82,7 +84,8 @@ class Pipeline:
         ready: deque[TensorDictBase | None] = deque()
         self._whole.push(batch)
         while (complete := self._whole.pop()) is not None:
-            ready.append(self._finish(complete, hook))
+            if (whole := self._join(complete)) is not None:
+                ready.append(self._finish(whole, hook))
         if self._episodes_end:
             self._whole.flush()
             self._fruitless = 0 if ready else self._fruitless + 1
@@ -96,10 +99,10 @@ class Pipeline:
 
     def _join(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Return ``batch`` together with those before; ``None`` if more are to come."""
-        if self.joined == 1:
+        if not self.least_frames:
             return batch
         self._parts.append(batch)
-        if len(self._parts) < self.joined:
+        if sum(part.numel() for part in self._parts) < self.least_frames:
             return None
         parts, self._parts = self._parts, []
         return put_together(parts)
@@ -143,6 +146,19 @@ class Pipeline:
         elif kept is not batch:
             kept.clear().update(batch)
         return kept
+
+    def state(self) -> dict[str, Any]:
+        """Return the batches to be joined and the trajectories that were not delivered."""
+        return {
+            "parts": [save_state(part) for part in self._parts],
+            "whole": None if self._whole is None else self._whole.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state`, after `forget`."""
+        self._parts = [load_state(None, part) for part in state["parts"]]
+        if self._whole is not None and state["whole"] is not None:
+            self._whole.load_state(state["whole"])
 
     def forget(self, passed: TensorDictBase | None = None) -> None:
         """Drop unfinished trajectories and their later frames; count the frames.

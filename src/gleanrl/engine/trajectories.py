@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +26,8 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.window import Array
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
 
 _INVALID = -1
 _MAX_CHUNKS = 64
@@ -383,6 +385,34 @@ class WholeTrajectories:
             pieces[:] = [(chunk, start, stop)]
             start = stop
 
+    def state(self) -> dict[str, Any]:
+        """Return all that is held, as plain data."""
+        return {
+            "chunks": [(n, self._live[n], save_state(chunk)) for n, chunk in self._chunks.items()],
+            "next": self._next_chunk,
+            "running": [(traj, _pieces(pieces)) for traj, pieces in self._running.items()],
+            "latest": list(self._latest.items()),
+            "ready": [[_pieces(pieces) for pieces in line] for line in self._ready],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state`, with the same number of environments.
+
+        Raises:
+            ConfigError: the state is that of batches which take trajectories otherwise.
+        """
+        if len(state["ready"]) != len(self._ready):
+            raise ConfigError(
+                "the state holds trajectories that were dealt out by another traj_quota, or to "
+                "another number of environments"
+            )
+        self._chunks = {n: load_state(None, chunk) for n, _, chunk in state["chunks"]}
+        self._live = {n: live for n, live, _ in state["chunks"]}
+        self._next_chunk = state["next"]
+        self._running = {traj: _pieces(pieces) for traj, pieces in state["running"]}
+        self._latest = dict(state["latest"])
+        self._ready = [deque(_pieces(p) or [] for p in line) for line in state["ready"]]
+
     def _whole_so_far(self) -> list[list[_Piece]]:
         """Return the frames so far of trajectories that have not ended."""
         return [pieces for pieces in self._running.values() if pieces is not None]
@@ -414,6 +444,11 @@ class WholeTrajectories:
         self._live.clear()
         self.frames_discarded = discarded
         return dropped
+
+
+def _pieces(saved: Sequence[Sequence[int]] | None) -> list[_Piece] | None:
+    """Copy the pieces of a trajectory."""
+    return None if saved is None else [(chunk, start, stop) for chunk, start, stop in saved]
 
 
 def _length(pieces: Iterable[_Piece]) -> int:

@@ -134,8 +134,12 @@ class Models:
                 models[model_id] = weights_of(source)
                 if not models[model_id] and source is self.policy:
                     warn_of_no_weights(source)
-        self._session.request_all(m.Load(m.Snapshot(number, models)))
-        return self.chosen(None)
+        first, *others = self.chosen(None)
+        with self._session.turn(None):
+            # All have one policy, and no version before its weights are known to fit.
+            self._session.request(first, m.Load(m.Snapshot(number, models)))
+            self._session.request_each(dict.fromkeys(others, m.Load(m.Snapshot(number, {}))))
+        return [first, *others]
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""
@@ -151,9 +155,10 @@ class Models:
 
     def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
         """Load a policy state into the running policies (and the learner's, which they may be)."""
-        running = self._session.request_all(m.Get(_POLICY))
+        running = self.running(_POLICY)  # by all workers
+        distinct = [running] if running is self.policy else [self.policy, running]
         for state, _ in states.values():
-            for policy in (self.policy, *running):
+            for policy in distinct:
                 if state and isinstance(policy, nn.Module):
                     load_weights(policy, weights_of(state))
 

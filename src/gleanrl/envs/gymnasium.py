@@ -19,9 +19,12 @@ from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, close_all
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.unmodified import remembered, unmodified
 from gleanrl.envs.validation import (
     check_flag,
@@ -286,6 +289,13 @@ class GymnasiumEnv(WindowEnv):
         for env, own in zip(self.envs, self._seeds, strict=True):
             env.action_space.seed(own)
         return seed if static else seed + len(self.envs) - 1
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return save_state(self.envs, allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        load_state(self.envs, snapshot, allow_pickle)
+        self._seeds = [None] * len(self.envs)
 
     def close(self) -> None:
         """Close every environment; an error is raised after all were closed."""

@@ -20,11 +20,15 @@ from gleanrl.core.keys import NEXT, Key, format_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
+from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
+from gleanrl.envs.state_kinds import Node, Resumable
+from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.tensordict import (
     EnvMetaData,
     TensorDictHandle,
@@ -121,6 +125,8 @@ class EnvGroup:
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
         self._rollouts: _Rollouts
+        self._stepped: Resumable
+        """The object by which environments are stepped."""
         self._error: BaseException | None = None
 
     def described(self) -> EnvGroupInfo:
@@ -129,7 +135,7 @@ class EnvGroup:
         Raises:
             ConfigError: data without a fixed layout.
         """
-        row = self._row = _make_row(self.envs)
+        row = self._row = self._stepped = _make_row(self.envs)
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
         return EnvGroupInfo(
             batch=tuple(first.batch_size),
@@ -148,7 +154,7 @@ class EnvGroup:
         if found is None:
             return None
         rows, specs = found
-        self._rollouts = _Rollouts(rows)
+        self._rollouts, self._stepped = _Rollouts(rows), rows
         return RowsInfo(
             layout=replace(rows.layout, batch_shape=()),
             observation_specs=rows.observation_specs,
@@ -195,9 +201,11 @@ class EnvGroup:
         """Take the place, one step long, where rollouts leave what the next one begins with."""
         self._rollouts.carry = map_window(self._memory.map(), carry)
 
-    def open(self, window: WindowRef) -> None:
-        """Add a window for rollouts; they are numbered from 1."""
-        self._rollouts.windows.append(map_window(self._memory.map(), window))
+    def open(self, number: int, window: WindowRef, others: Sequence[int]) -> None:
+        """Add a window for rollouts, with a ``number`` from 1 on; keep no more than ``others``."""
+        windows = self._rollouts.windows
+        self._rollouts.windows = {other: windows[other] for other in others}
+        self._rollouts.windows[number] = map_window(self._memory.map(), window)
 
     # -- orders: what is to be done lies in memory -------------------------------------------------
 
@@ -216,7 +224,7 @@ class EnvGroup:
         if cuts:
             cut = np.flatnonzero(self._cut).tolist()
             self._cut[:] = False
-        ended = rollouts.step(number - 1, t, cut)
+        ended = rollouts.step(number, t, cut)
         if ended:
             self._ended[list(ended)] = True
         self._reset_s[0] = rollouts.rows.reset_s
@@ -263,6 +271,23 @@ class EnvGroup:
         seed_streams(seed)
         return int(self._seeded.set_seed(seed, static_seed=static))
 
+    def snapshot(self, allow_pickle: bool) -> dict[str, Any]:
+        """Return the environments' state in the middle of episodes, and this process's streams."""
+        streams = Streams()
+        streams.take()
+        return {"envs": self._stepped.snapshot(allow_pickle), "streams": streams.state()}
+
+    def resume(self, snapshot: Mapping[str, Any], allow_pickle: bool) -> None:
+        """Continue from a state of `snapshot`.
+
+        Raises:
+            StateError: it does not fit; the environments have to be reset.
+        """
+        self._stepped.resume(snapshot["envs"], allow_pickle)
+        streams = Streams()
+        streams.load_state(snapshot["streams"])
+        streams.give()
+
     def state(self) -> dict[str, Any]:
         """Return the environments' states, ``"worker0"`` and so on."""
         return self.envs.state_dict()
@@ -279,7 +304,8 @@ class _Rollouts:
 
     def __init__(self, rows: EnvRows) -> None:
         self.rows = rows
-        self.windows: list[Window] = []
+        self.windows: dict[int, Window] = {}
+        """By number."""
         self._last = 0
 
     def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:
@@ -319,7 +345,7 @@ def _make_row(envs: SerialEnv) -> RowEnv | _TensorDictRow:
     return _TensorDictRow(envs)
 
 
-class _TensorDictRow:
+class _TensorDictRow(Resumable):
     """Any other environments, stepped with TensorDicts."""
 
     def __init__(self, env: SerialEnv) -> None:
@@ -350,6 +376,12 @@ class _TensorDictRow:
         row = self._row
         given = row.copy(row.root, self._device).update(nest(masks)) if masks else None
         self._put(self.env.reset(given, **options), row.root)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return save_state(list(self.env.members), allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        load_state(list(self.env.members), snapshot, allow_pickle)
 
     def _put(self, data: TensorDictBase, row: Mapping[Key, torch.Tensor]) -> None:
         """Write ``data`` into the row."""

@@ -109,11 +109,13 @@ class EnvWorker:
         """Refuse a reset outside of windows, where its results would be lost."""
         raise NotImplementedError("call groups[...].restart")
 
-    def state(self) -> dict[str, Any]:
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
         """Refuse a state of all groups at once."""
         raise NotImplementedError("call groups[...].state")
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
         """Refuse a state of all groups at once."""
         raise NotImplementedError("call groups[...].load_state")
 

@@ -15,13 +15,15 @@ from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Env, SharedMemory
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
+from gleanrl.envs.simulators import StateError
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
+from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict import spec_fields, spec_groups, spec_trees
 from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
 
-class EnvRows(Env):
+class EnvRows(Env, Resumable):
     """The base of environments that step into rows.
 
     A subclass sets `layout` and both specs, and adds `reset`, `step` and `seed`. `RowEnv` around it
@@ -112,6 +114,22 @@ class EnvRows(Env):
         if state and strict:
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        """Refuse, because a subclass does not say what its state is.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(f"{type(self.inner).__name__} has no state that can be saved")
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        """Refuse a snapshot.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(f"{type(self.inner).__name__} has no state that can be loaded")
+
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
@@ -155,7 +173,7 @@ class Row:
 
 
 @remembered
-class RowEnv(EnvBase):
+class RowEnv(EnvBase, Resumable):
     """TensorDict methods over rows: inputs are written to a row, results are copied out of it."""
 
     _returns_all = True
@@ -246,6 +264,14 @@ class RowEnv(EnvBase):
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         self.rows.seed(seed, static)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        """Return the state of the environments that step."""
+        return self.rows.snapshot(allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        """Have them continue."""
+        self.rows.resume(snapshot, allow_pickle)
 
     def _close(self) -> None:
         self.rows.close()

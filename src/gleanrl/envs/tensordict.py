@@ -29,7 +29,10 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.specs import Composite
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.state_loading import load_state
 
 
 @runtime_checkable
@@ -537,6 +540,14 @@ class TensorDictHandle:
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore a state from `state`; pass ``strict`` on if the environment takes it."""
         load_env_state(self.env, state, strict)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        """Return the state of the environment, and the input of its next step."""
+        return save_state([self.env, self.root], allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        """Continue from a state of `snapshot`."""
+        _, self.root = load_state([self.env, self.root], snapshot, allow_pickle)
 
     def close(self) -> None:
         """Close the environment, unless it is closed."""

@@ -14,6 +14,7 @@ from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
 from gleanrl.memory.arena import batch_rows
 
@@ -95,6 +96,12 @@ class TensorDictRows(EnvRows):
 
     def seed(self, seed: int, static: bool = False) -> int:
         return self._handle.seed(seed, static)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return self._handle.snapshot(allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        self._handle.resume(snapshot, allow_pickle)
 
     def _put(self, data: TensorDictBase, t: int, after: bool = False) -> None:
         """Write observations into root row ``t``, or the results of step ``t`` into its row."""

@@ -17,6 +17,7 @@ from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.recorded_step import FLAGS, RecordedStep
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
 from gleanrl.envs.torchrl_parts import Parts, Unproven, parts_of, unproven_on_error
 
@@ -206,6 +207,13 @@ class TransformedRows(EnvRows):
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Restore a state from `state`."""
         self.handle.load_state(state, strict)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return self.handle.snapshot(allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        self.handle.resume(snapshot, allow_pickle)
+        self._fresh_root = False
 
     def close(self) -> None:
         """Close the user's environment."""

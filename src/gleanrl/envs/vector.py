@@ -21,6 +21,9 @@ from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
@@ -183,6 +186,13 @@ class VectorAdapter(WindowEnv):
         self._resets.seed(seed, static)
         return seed if static else seed + self.num_envs - 1
 
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return save_state(self._resets.env, allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        load_state(self._resets.env, snapshot, allow_pickle)
+        self._resets.forget_seed()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -295,6 +305,10 @@ class _Resets:
         mask[envs] = True
         result = self.env.reset(options={**options, "reset_mask": mask})
         return _taken_apart(result, self.env.num_envs, envs)
+
+    def forget_seed(self) -> None:
+        """Reset without a seed, because random streams are to continue."""
+        self._seed = None
 
     def seed(self, seed: int, static: bool) -> None:
         listable = isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))

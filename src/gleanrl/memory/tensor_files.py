@@ -17,7 +17,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -227,12 +227,16 @@ def write_new(path: Path, data: Any, sync: bool = True) -> None:
     Raises:
         OSError: the disk is full, or another failure; names the file.
     """
-    view = memoryview(data)
-    view = view.cast("B") if view.nbytes else memoryview(b"")
+    write_parts(path, [data], sync)
+
+
+def write_parts(path: Path, parts: Sequence[Any], sync: bool = True) -> None:
+    """Write a new file of several parts one after another; see `write_new`."""
+    views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with _naming(path):
-            _write_all(fd, view)
+            _write_all(fd, views)
             if sync:
                 os.fsync(fd)
     except BaseException:
@@ -242,13 +246,14 @@ def write_new(path: Path, data: Any, sync: bool = True) -> None:
         os.close(fd)
 
 
-def _write_all(fd: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        done += os.write(fd, view[done : done + _BYTES_PER_WRITE])
-    size = os.fstat(fd).st_size
-    if size != len(view):
-        raise OSError(errno.EIO, f"{size:,} of {len(view):,} bytes written")
+def _write_all(fd: int, views: Sequence[memoryview]) -> None:
+    for view in views:
+        done = 0
+        while done < len(view):
+            done += os.write(fd, view[done : done + _BYTES_PER_WRITE])
+    size, expected = os.fstat(fd).st_size, sum(map(len, views))
+    if size != expected:
+        raise OSError(errno.EIO, f"{size:,} of {expected:,} bytes written")
 
 
 def publish(draft: Path, path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.keys import Key
@@ -21,7 +22,7 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import GymOptions
 from gleanrl.core.platforms import naming_limits, require_linux
 from gleanrl.core.window import Array, Window
-from gleanrl.engine.session import CLOSE_TIMEOUT_S, Session, Ticket
+from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory
 from gleanrl.envs.parallel_group import SharedPlaces
 from gleanrl.envs.parallel_worker import (
@@ -38,9 +39,9 @@ from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.process import ProcessBackend
 
 CONTROL_S = 60.0
-"""Seconds that a command other than a step may take."""
+"""Seconds that a command other than a step may take, if a step may not take longer."""
 _LOOK_MS = 50
-"""Milliseconds after which the workers are looked at."""
+"""Milliseconds after which the workers are looked at again."""
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -60,6 +61,8 @@ class EnvWorkersPlan:
     """Whether environments are stepped in rows even where that is not proven equal."""
     start_timeout: float = 120.0
     """Seconds in which each process must start; all have the same time again to build."""
+    affinity: Sequence[Processors] | None = None
+    """The processors that each worker may use; all by default."""
     groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
@@ -82,7 +85,8 @@ class EnvWorkers:
     def __init__(self, plan: EnvWorkersPlan) -> None:
         """Start the workers."""
         require_linux("workers in other processes")
-        self.timeout, self.count = plan.timeout, 1 + max(map(max, plan.groups))
+        self.timeout, self.start_timeout = plan.timeout, plan.start_timeout
+        self.count = 1 + max(map(max, plan.groups))
         stream, workers = _stream(), range(self.count)
         self.groups = [WorkerGroup(self, list(group)) for group in plan.groups]
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
@@ -92,7 +96,7 @@ class EnvWorkers:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
-                lambda _: ProcessBackend(plan.threads, plan.start_timeout),
+                lambda _: ProcessBackend(plan.threads, plan.start_timeout, affinity=plan.affinity),
                 [self._builder(plan, worker, stream) for worker in workers],
                 start_timeout=plan.start_timeout,
             )
@@ -101,11 +105,11 @@ class EnvWorkers:
             raise
         self.pulses.opened()
         self._owner = os.getpid()
-        self._serving: list[Ticket] = []
-        self._interrupted = False
-        """Whether Ctrl-C ended the last wait for answers."""
-        self._looked = 0.0
-        """The moment of the last look at late workers."""
+        self._serving: dict[int, Ticket] = {}
+        """By worker that waits for orders: the command to do so, which is answered at its end."""
+        self._answered_at = [0.0] * self.count
+        """The moment of each worker's last answer."""
+        self._next_look = 0.0
         self._closing = weakref.finalize(
             self, _close, self.pulses, self.session, self._owner, 5.0, False
         )
@@ -126,12 +130,13 @@ class EnvWorkers:
 
     # -- pulses ----------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """Have all workers wait for orders, if they do not already."""
+    def serve(self, workers: Iterable[int]) -> None:
+        """Have ``workers`` wait for orders, if they do not already."""
         self._check_usable()
-        if not self._serving:
-            workers = range(self.count)
-            self._serving = [self.session.send(index, m.Call("serve")) for index in workers]
+        if len(self._serving) < self.count:
+            for worker in workers:
+                if worker not in self._serving:
+                    self._serving[worker] = self.session.send(worker, m.Call("serve"))
 
     def number(self, group: WorkerGroup, worker: int) -> int:
         """Return the number of ``group`` in ``worker``."""
@@ -146,23 +151,23 @@ class EnvWorkers:
         """
         self._check_usable()
         most = _LOOK_MS if seconds is None else min(_LOOK_MS, 1e3 * max(0.0, seconds))
-        self._interrupted = True
         came = interruptible(self.pulses.wait, most)
-        self._interrupted = False
-        answers = self.pulses.take() if came else []
-        # None in time; or one worker is late while others answer; or all have ended.
-        if not answers or monotonic() > self._looked + 1e-3 * _LOOK_MS:
-            self._look()
+        answers, now = self.pulses.take() if came else [], monotonic()
         for worker, answer in answers:
+            self._answered_at[worker] = now
             self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
+        # Without answers, all workers may have ended; with answers, those that gave none.
+        if not answers or now >= self._next_look:
+            self._look(now)
 
-    def _look(self) -> None:
-        """Look at workers that are late."""
-        session, now = self.session, monotonic()
-        self._looked = now
+    def _look(self, now: float) -> None:
+        """Look for workers that have ended or are late."""
+        self._next_look, session = now + 1e-3 * _LOOK_MS, self.session
         since: dict[int, float] = {}
         for group in self.groups:
-            since.update((worker, group.began) for worker in group.pending)
+            for worker in group.pending:  # which steps one group after the other
+                began = max(group.began, self._answered_at[worker])
+                since[worker] = min(began, since.get(worker, now))
         for worker in range(self.count):  # while a worker serves, pulses are its replies
             replied = since.get(worker, now)
             session.last_reply[worker] = max(session.last_reply[worker], replied)
@@ -181,16 +186,19 @@ class EnvWorkers:
             self.close(1.0)
             raise
 
-    def pause(self) -> Session:
-        """Have all workers wait for commands, after what is under way; return their session.
+    def pause(self, workers: Collection[int]) -> Session:
+        """Have ``workers`` wait for commands, after what is under way; return the session.
+
+        The steps of all others continue.
 
         Raises:
             ClosedError: after `close`, or in a forked child.
         """
         self._check_usable()
         for group in self.groups:
-            group.wait()
-        tickets, self._serving = self._serving, []
+            if not group.pending.isdisjoint(workers):
+                group.wait()
+        tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
         for ticket in tickets:
             self.pulses.send(ticket.worker, LEAVE)
         deadline = Deadline(CONTROL_S)
@@ -213,8 +221,6 @@ class EnvWorkers:
 
     def close(self, timeout: float, raise_on_error: bool = False) -> None:
         """End all workers within ``timeout`` seconds. Idempotent."""
-        if self._interrupted:
-            timeout = min(timeout, CLOSE_TIMEOUT_S)  # a worker may be stuck in its step
         for group in self.groups:
             group.pending.clear()
         if self._closing.detach() is not None:
@@ -252,8 +258,6 @@ class WorkerGroup:
         # A cycle would keep processes until the garbage collector runs.
         self.workers: EnvWorkers = weakref.proxy(workers)
         self.members = members
-        self.opened = 0
-        """Windows that workers have been told of."""
         self.pending: set[int] = set()
         """Workers that owe an answer."""
         self.began = 0.0
@@ -297,13 +301,18 @@ class WorkerGroup:
 
     def sees(self, window: Window) -> bool:
         """Tell whether all of ``window`` is in the memory."""
-        tensors, offset_of = map(window.tensor, window.keys()), self.workers.memory.offset_of
-        return all(offset_of(tensor.data_ptr()) is not None for tensor in tensors)
+        return all(self._offset(window.tensor(key)) is not None for key in window.keys())
+
+    def _offset(self, tensor: torch.Tensor) -> int | None:
+        """Return where ``tensor`` begins in the memory; ``None`` if it is elsewhere."""
+        if not tensor.numel():  # nothing is nowhere
+            return 0
+        return self.workers.memory.offset_of(tensor.data_ptr())
 
     def references(self, window: Window, keys: Collection[Key] | None = None) -> list[m.WindowRef]:
         """Return each worker's part of ``window``, a window in the memory: entries ``keys``."""
         found = [(key, window.tensor(key)) for key in keys or window.keys()]
-        starts = [self.workers.memory.offset_of(tensor.data_ptr()) for _, tensor in found]
+        starts = [self._offset(tensor) for _, tensor in found]
         references = []
         for index, part in enumerate(self.parts):
             blocks = []
@@ -333,9 +342,11 @@ class WorkerGroup:
         Args:
             method: Its name, or the path to something in it.
             arguments: Those of all members, or by index of each member that is asked.
-            seconds: The time that it may take.
+            seconds: The time that it may take, if a step may not take longer.
             kwargs: Further arguments of all.
         """
+        if seconds is not None:
+            seconds = max(seconds, self.workers.timeout or 0.0)
         if not isinstance(arguments, Mapping):
             arguments = dict.fromkeys(range(len(self.members)), arguments)
         commands: dict[int, m.Command] = {}
@@ -343,7 +354,7 @@ class WorkerGroup:
             worker = self.members[index]
             path = f"groups[{self.workers.number(self, worker)}].{method}"
             commands[worker] = m.Call(path, own, kwargs)
-        return list(self.workers.pause().request_each(commands, seconds).values())
+        return list(self.workers.pause(commands).request_each(commands, seconds).values())
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -354,7 +365,7 @@ class WorkerGroup:
             ClosedError: after `close`, or in a forked child.
         """
         workers = self.workers
-        workers.serve()
+        workers.serve(self.members)
         self._orders[:] = window, t, resets
         self.pending.update(self.members)
         self.began, send = monotonic(), workers.pulses.send

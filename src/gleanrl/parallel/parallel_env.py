@@ -27,10 +27,11 @@ from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per
 from gleanrl.envs.parallel_group import EnvGroupInfo
 from gleanrl.envs.parallel_worker import STEP, EnvWorkerBuilder
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
+from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
-from gleanrl.parallel.worker_rows import WorkerRows
+from gleanrl.parallel.worker_rows import WorkerRows, check_parts
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
@@ -91,7 +92,7 @@ class ParallelEnv(RowEnv):
             ConfigError: arguments that are wrong or do not fit together.
         """
         check_ignored(ParallelEnv, torchrl)
-        self._close_s = seconds("shutdown_timeout", shutdown_timeout)
+        self.shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
         self.num_workers = check_int("num_workers", num_workers, least=1)
         number = self.num_workers if num_envs is None else check_int("num_envs", num_envs, least=1)
         if number < self.num_workers:
@@ -151,7 +152,7 @@ class ParallelEnv(RowEnv):
             raise
 
     def _join(self, group: WorkerGroup) -> None:
-        found: list[EnvGroupInfo] = group.ask("described")
+        found: list[EnvGroupInfo] = group.ask("described", (), self._plan.start_timeout)
         first = found[0]
         each = zip(self._parts, found, strict=True)
         check_alike({part.start: (info.batch, info.specs) for part, info in each})
@@ -186,7 +187,7 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            found = group.ask("open_rows", (self._plan.always_rows,))
+            found = group.ask("open_rows", (self._plan.always_rows,), self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
                 return None
             rows = WorkerRows(group, found[0], self._batch)
@@ -200,7 +201,7 @@ class ParallelEnv(RowEnv):
 
     def _close(self) -> None:
         if self._plan.started is not None:
-            self._plan.started.close(self._close_s, raise_on_error=True)
+            self._plan.started.close(self.shutdown_timeout, raise_on_error=True)
 
     @contextmanager
     def _settled(self) -> Iterator[WorkerGroup]:
@@ -332,6 +333,14 @@ class ParallelEnv(RowEnv):
             own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
             states[worker] = own, strict
         self._ask("load_state", states)
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return self._ask("snapshot", (allow_pickle,))
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        with self._settled() as group:
+            check_parts(snapshot, group)
+            group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"

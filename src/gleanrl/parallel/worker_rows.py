@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.parallel_group import RowsInfo
 from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.simulators import StateError
+from gleanrl.envs.state_kinds import Node
 from gleanrl.parallel.env_workers import WorkerGroup
 
 
@@ -28,6 +31,7 @@ class WorkerRows(EnvRows):
     """
 
     face: EnvBase
+    _was_reset = False
 
     def __init__(self, group: WorkerGroup, info: RowsInfo, batch: Sequence[int]) -> None:
         """Step the environments of ``group`` as one batch of shape ``batch``.
@@ -44,8 +48,8 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        self._targets: WeakKeyDictionary[Window, tuple[int, Window]] = WeakKeyDictionary()
-        """By a collector's window: the one that workers write, and its number among theirs."""
+        self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
+        """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
         """Root row ``T`` of a rollout, and what resets show."""
 
@@ -66,7 +70,8 @@ class WorkerRows(EnvRows):
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
-        self._number, self._target = self._targets.get(window) or self._open(window)
+        self._number, target = self._targets.get(window) or self._open(window)
+        self._target = window if target is None else target
         self._last, self._after_last = window.steps - 1, carry
         self._group.forget()
         if self._target is not window:
@@ -109,15 +114,16 @@ class WorkerRows(EnvRows):
             _copy(self._target, self._window, keys, slice(0, steps))
         self.reset_s = self._group.reset_s
 
-    def _open(self, window: Window) -> tuple[int, Window]:
-        """Tell workers of a new window."""
+    def _open(self, window: Window) -> tuple[int, Window | None]:
+        """Tell workers of a new window, and of those that exist no longer."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
-        target = window if group.sees(window) else group.copy_of(window, keys)
-        parts = enumerate(group.references(target, keys))
-        group.ask("open", {index: (reference,) for index, reference in parts})
-        group.opened += 1  # by all collectors over these environments
-        self._targets[window] = group.opened, target
-        return group.opened, target
+        target = None if group.sees(window) else group.copy_of(window, keys)
+        others = [number for number, _ in self._targets.values()]
+        number = next(number for number in itertools.count(1) if number not in others)
+        parts = enumerate(group.references(target or window, keys))
+        group.ask("open", {index: (number, part, others) for index, part in parts})
+        self._targets[window] = number, target
+        return number, target
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -129,7 +135,10 @@ class WorkerRows(EnvRows):
             own = None if envs is None else [env - part.start for env in part if env in envs]
             if own != []:
                 chosen[worker] = own, options
-        group.ask("restart_rollouts", chosen, group.workers.timeout)
+        # The first one belongs to the start.
+        limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
+        group.ask("restart_rollouts", chosen, limit)
+        self._was_reset = True
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:
@@ -141,8 +150,29 @@ class WorkerRows(EnvRows):
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         self.face.load_state_dict(state, strict)
 
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        self._group.wait()
+        return self._group.ask("snapshot", (allow_pickle,))
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        self._group.wait()
+        check_parts(snapshot, self._group)
+        self._group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
+
     def close(self) -> None:
         self.face.close()
+
+
+def check_parts(snapshot: Node, group: WorkerGroup) -> None:
+    """Check that a snapshot is that of as many workers as ``group`` has.
+
+    Raises:
+        StateError: it is not.
+    """
+    if len(snapshot) != len(group.members):
+        raise StateError(
+            f"the environments were in {len(snapshot)} workers, and are in {len(group.members)}"
+        )
 
 
 def _copy(of: Window, to: Window, keys: Iterable[Key], steps: int | slice = slice(None)) -> None:

@@ -81,7 +81,7 @@ def _declare(states: Sequence[Key]) -> str:
 ONE_LAYOUT = (
     "Steps of a rollout have one layout: give the entry the same dtype and shape in every step, or "
     "pass fast=False, which delivers each step as it is (for vector environments, vectorise single "
-    "ones with num_envs=)"
+    "ones with num_envs=; for asynchronous central inference, use inference='workers')"
 )
 
 

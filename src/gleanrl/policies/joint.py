@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.errors import ConfigError, PolicyError
+from gleanrl.core.errors import ConfigError, PolicyError, note
 from gleanrl.core.keys import Key, next_key
 from gleanrl.core.layout import EnvLayout, numpy_dtype
 from gleanrl.core.options import SourceOptions
@@ -133,6 +133,7 @@ class Seat:
         self.inner, self.outputs = called.inner, called.outputs
         self.states, self.provided = called.states, called.provided
         self.requested: JointAct | None = self
+        self.memory: Any = None
         self.batch = env.batch_shape
         self.envs = env.num_envs
         self.seconds = 0.0
@@ -161,7 +162,11 @@ class Seat:
 
     def act_with(self, others: Sequence[Seat]) -> None:
         """Have the policy act once, for this rollout and ``others``."""
-        self._joint.act([self, *others])
+        try:
+            self._joint.act([self, *others])
+        except Exception as err:
+            note(err, f"the policy raised this at step {self.t} of a rollout")
+            raise
 
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""

@@ -113,6 +113,15 @@ class ProgramPolicy:
         self._rows = self._called
         self._called.forget()
 
+    @property
+    def memory(self) -> Any:
+        """What the policy wrote at the root before, ``None`` if nobody reads it."""
+        return None if self._rows is self._replayed else self._called.remembered()
+
+    @memory.setter
+    def memory(self, entries: Any) -> None:
+        self._called.remember(entries)
+
     def zero_memory(self, envs: Sequence[int]) -> None:
         """Zero what the policy wrote at the root before, in the rows of ``envs``.
 
@@ -384,6 +393,18 @@ class _TensorDictOverRows:
 
     def forget(self) -> None:
         self._root = None
+
+    def remembered(self) -> dict[Key, torch.Tensor] | None:
+        root = self._root
+        if root is None:
+            return None
+        return {as_key(key): root.get(key).detach().clone() for key in root.keys(True, True)}
+
+    def remember(self, entries: Mapping[Key, torch.Tensor] | None) -> None:
+        if entries is not None:
+            self._root = self._first()
+            for key, value in entries.items():
+                self._root.set(item_name(key), value.to(self._device, copy=True))
 
     def zero_memory(self, envs: Sequence[int]) -> None:
         root = self._root

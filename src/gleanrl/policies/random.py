@@ -63,6 +63,7 @@ class RandomActions:
     provided: Collection[Key] = ()
     inner: Any = None
     requested: JointAct | None = None
+    memory: Any = None
 
     def __init__(
         self, specs: Mapping[Key, Spec], env: EnvLayout, like: Policy | None = None

@@ -145,14 +145,14 @@ class DenseRollout(BaseSource):
         act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
         taken, versions = 0, _Versions(self.policy_version)
         while taken < steps and not (taken and stop[0]):
-            versions.note(taken, self.policy_version)
             try:
                 with self.acting():
                     act(taken)
-                yield policy.requested
             except Exception as err:
                 _blame_policy(err, taken)
                 raise
+            yield policy.requested
+            versions.note(taken, self.policy_version)  # weights may have changed before the act
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield None
             ended = complete(taken)
@@ -204,6 +204,19 @@ class DenseRollout(BaseSource):
             self._policy.forget()
         self.tracker.restart(envs)
         self._provided.restart(envs)
+
+    def _running(self) -> dict[str, Any]:
+        row = self._next_root
+        return {
+            "root": {key: row.tensor(key).clone() for key in row.keys()},
+            "policy": self._policy.memory,
+        }
+
+    def _run_on(self, episodes: Mapping[str, Any]) -> None:
+        for key, value in episodes["root"].items():
+            self._next_root.tensor(key).copy_(value)
+        self._policy.forget()
+        self._policy.memory = episodes["policy"]
 
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:

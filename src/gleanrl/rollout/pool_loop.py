@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gleanrl.core.errors import note
 from gleanrl.core.keys import (
@@ -107,6 +108,14 @@ class ResetTracker:
     def finish(self, taken: int) -> None:
         """End a rollout of ``taken`` raw steps."""
         self._born -= taken
+
+    def state(self) -> torch.Tensor:
+        """Return the step at which each running episode began."""
+        return torch.from_numpy(self._born.copy())
+
+    def load_state(self, state: torch.Tensor) -> None:
+        """Continue from a state of `state`."""
+        self._born = state.numpy().copy()
 
     def restart(self, envs: Array | slice) -> None:
         """Start a new episode in ``envs``, between rollouts."""
@@ -229,6 +238,20 @@ class PoolRollout(DenseRollout):
         if old is not None:
             fresh.adopt(old)
         return fresh
+
+    def _running(self) -> dict[str, Any]:
+        log = None if self._log is None else self._log.state()
+        return {**super()._running(), "log": log, "resets": self._resets.state()}
+
+    def _run_on(self, episodes: Mapping[str, Any]) -> None:
+        super()._run_on(episodes)
+        self._resets.load_state(episodes["resets"])
+        self._log, log = None, episodes["log"]
+        if log is not None:
+            self._log = StepLog(
+                *self._logged, self._pool.layout.num_envs, log["steps"], log["keep"]
+            )
+            self._log.load_state(log)
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         super()._reset(envs, options)

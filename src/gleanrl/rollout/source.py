@@ -17,10 +17,13 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Pool, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.simulators import NeedsPickle, StateError
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
+
+NO_EPISODES = "the state has no running episodes"
 
 
 class BaseSource:
@@ -191,17 +194,30 @@ class BaseSource:
         self.reset(None, {})
         return last
 
-    def state(self) -> dict[str, Any]:
-        """Return counters, streams, version and the environment's state."""
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
+        """Return counters, streams, version, the environment's state, and what it is amid."""
         return {
             "env": self._envs.state(),
             "tracker": self.tracker.state(),
             "streams": self.streams.state(),
             "policy_version": self.policy_version,
+            "episodes": self._episodes(allow_pickle),
         }
 
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`; environments restart on fresh resets.
+    def _episodes(self, allow_pickle: bool) -> dict[str, Any]:
+        """Return what running episodes need to continue, or why they cannot."""
+        if self.inconsistent:
+            return {"why": "the last rollout failed", "pickle": False}
+        try:
+            envs = self._envs.snapshot(allow_pickle)
+        except StateError as err:
+            return {"why": str(err), "pickle": isinstance(err, NeedsPickle)}
+        return {"envs": envs, "fresh": self._fresh, **self._running()}
+
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
+        """Restore a state from `state`; return why environments begin new episodes, if they do.
 
         Raises:
             ConfigError: the state is that of another number of environments.
@@ -210,8 +226,31 @@ class BaseSource:
         self._envs.load_state(state["env"], strict)
         self.policy_version = int(state["policy_version"])
         self.streams.load_state(state["streams"])
-        self.tracker.load_state(state["tracker"])
-        self.reset(None, {})
+        why = self._resume(state.get("episodes") or {"why": NO_EPISODES}, allow_pickle)
+        self.tracker.load_state(state["tracker"], running=why is None)
+        if why is not None:
+            self.reset(None, {})
+        return why
+
+    def _resume(self, episodes: Mapping[str, Any], allow_pickle: bool) -> str | None:
+        """Continue the episodes of `_episodes`; return why that cannot be."""
+        if "envs" not in episodes:
+            return str(episodes["why"])
+        try:
+            self._envs.resume(episodes["envs"], allow_pickle)
+            self._run_on(episodes)
+        except StateError as err:
+            return str(err)
+        self.inconsistent, self._fresh = False, bool(episodes["fresh"])
+        return None
+
+    def _running(self) -> dict[str, Any]:
+        """Return the loop's part of running episodes."""
+        raise NotImplementedError
+
+    def _run_on(self, episodes: Mapping[str, Any]) -> None:
+        """Continue the loop's part of running episodes."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the environments."""

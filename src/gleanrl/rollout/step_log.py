@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,39 @@ class StepLog:
         offset = self._keep - other._keep
         self._finals = [_Finals(f.row + offset, f.envs, f.values) for f in other._finals]
         self.waiting = other.waiting.copy()
+
+    def state(self) -> dict[str, Any]:
+        """Return the steps left over from the last rollout."""
+        left = slice(self._keep - self._left, self._keep)
+        rows = {key: _tensor(rows[left, : self._envs]) for key, rows in self._rows.items()}
+        finals = [
+            (f.row - self._keep, _tensor(f.envs), {k: _tensor(v) for k, v in f.values.items()})
+            for f in self._finals
+        ]
+        return {
+            "steps": self.steps,
+            "keep": self._keep,
+            "left": self._left,
+            "rows": rows,
+            "pending": _tensor(self._pending[left]),
+            "versions": _tensor(self._versions[left]),
+            "waiting": _tensor(self.waiting),
+            "finals": finals,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over the steps of `state`, from a log as long as this one."""
+        self._left = int(state["left"])
+        left = slice(self._keep - self._left, self._keep)
+        for key, rows in self._rows.items():
+            rows[left, : self._envs] = state["rows"][key].numpy()
+        self._pending[left] = state["pending"].numpy()
+        self._versions[left] = state["versions"].numpy()
+        self.waiting = state["waiting"].numpy().copy()
+        self._finals = [
+            _Finals(row + self._keep, e.numpy().copy(), {k: v.numpy() for k, v in values.items()})
+            for row, e, values in state["finals"]
+        ]
 
     @property
     def left(self) -> int:
@@ -255,3 +289,7 @@ class StepLog:
         row = self._keep + self._taken
         for key in next_root.keys():
             next_root.rows(key)[0][...] = self._rows[key][row, : self._envs]
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))

@@ -326,6 +326,14 @@ class TensorDictRollout(BaseSource):
 
     # -- between rollouts ------------------------------------------------------------------------
 
+    def _running(self) -> dict[str, Any]:
+        row = self._next_given
+        return {"given": {key: row.tensor(key).clone() for key in row.keys()}}
+
+    def _run_on(self, episodes: Mapping[str, Any]) -> None:
+        for key, value in episodes["given"].items():
+            self._next_given.tensor(key).copy_(value)
+
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         handle, before = self._handle, self._handle.root
         handle.reset(envs, options)

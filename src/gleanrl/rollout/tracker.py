@@ -184,10 +184,12 @@ class Tracker:
         self._age[chosen] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the counters, ``[P]`` int64 each."""
+        """Return the counters, int64."""
         return {
             "episode": torch.from_numpy(self._episode.copy()),
             "age": torch.from_numpy(self._age.copy()),
+            "begun": torch.from_numpy(self._begun.copy()),
+            **({} if self._sums is None else {"sums": self._sums.state()}),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -196,8 +198,14 @@ class Tracker:
         if saved != own:
             raise ConfigError(f"the state is that of {saved} environments, this source has {own}")
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved counters; running episodes count as over (environments restart)."""
+    def load_state(self, state: Mapping[str, Any], running: bool) -> None:
+        """Continue from saved counters; unless they are ``running``, episodes count as over."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
         self._age = torch.as_tensor(state["age"]).numpy().copy()
-        self.restart()
+        if running:
+            self._begun = state["begun"].numpy().copy()
+            self._sums = EpisodeSums() if "sums" in state else None
+            if self._sums is not None:
+                self._sums.load_state(state["sums"])
+        else:
+            self.restart()

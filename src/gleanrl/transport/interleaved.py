@@ -70,6 +70,8 @@ class _Rollout:
         """The answer, once the rollout has ended."""
         self.act: JointAct | None = None
         """The act that is due."""
+        self.due_since = 0.0
+        """The moment at which it became due."""
 
     @property
     def ready(self) -> bool:
@@ -105,8 +107,6 @@ class JointBackend(InlineBackend):
         """By worker."""
         self._due: list[_Rollout] = []
         """Rollouts whose act is due, in the order in which they came to that."""
-        self._due_since = 0.0
-        """The moment from which the first of these waits."""
 
     def receive(self, timeout: float | None) -> m.Reply:
         while not self._replies:
@@ -122,9 +122,10 @@ class JointBackend(InlineBackend):
     def _blocked(self, worker: int, ticket: int, command: m.Command) -> bool:
         """Tell whether a command waits for the end of the worker's rollout.
 
-        Weights change between two calls of the policy.
+        Weights change between two calls of the policy. `Get` is a part of every update of weights,
+        which must not wait for an environment that is slow.
         """
-        return worker in self._running and not isinstance(command, m.Load | m.Close)
+        return worker in self._running and not isinstance(command, m.Load | m.Get | m.Close)
 
     def _begin(self) -> None:
         """Begin rollouts that are requested of workers that have none under way."""
@@ -146,7 +147,7 @@ class JointBackend(InlineBackend):
             del self._running[rollout.worker]
             self._replies.append(_placed(rollout.reply, "worker"))
         elif rollout.act is not None:
-            self._due_since = self._due_since if self._due else monotonic()
+            rollout.due_since = monotonic()
             self._due.append(rollout)
 
     def _advance(self) -> None:
@@ -164,14 +165,16 @@ class JointBackend(InlineBackend):
         """Return rollouts that the policy acts for now."""
         sizes, due = self._sizes, self._due
         envs = [cast("JointAct", rollout.act).envs for rollout in due]
-        early = sum(envs) < sizes.least and monotonic() < self._due_since + sizes.wait_s
-        if early and self._under_way():
+        if not due or (sum(envs) < sizes.least and self._wait_left() > 0 and self._under_way()):
             return []
         totals = list(itertools.accumulate(envs))
         count = len(due) if sizes.most is None else max(1, bisect_right(totals, sizes.most))
         chosen, self._due = due[:count], due[count:]
-        self._due_since = monotonic()
         return chosen
+
+    def _wait_left(self) -> float:
+        """Return the seconds for which the rollout that is due longest may still wait."""
+        return self._due[0].due_since + self._sizes.wait_s - monotonic()
 
     def _act(self, chosen: Sequence[_Rollout]) -> None:
         first, *others = (cast("JointAct", rollout.act) for rollout in chosen)
@@ -189,7 +192,7 @@ class JointBackend(InlineBackend):
 
     def _wait(self) -> None:
         """Wait until a step is over, or until rollouts have waited long enough for the policy."""
-        left = self._due_since + self._sizes.wait_s - monotonic() if self._due else None
+        left = self._wait_left() if self._due else None
         under_way = self._under_way()
         try:
             under_way[0].source.wait(left)

@@ -16,6 +16,7 @@ from time import monotonic
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
@@ -64,7 +65,12 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
     """One process per worker. Rollouts lie in memory both sides map; only messages travel."""
 
     def __init__(
-        self, threads: int = 1, start_timeout: float = 120.0, *, replaces: bool = False
+        self,
+        threads: int = 1,
+        start_timeout: float = 120.0,
+        *,
+        replaces: bool = False,
+        affinity: Sequence[Processors] | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -73,10 +79,11 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             start_timeout: Seconds in which a process must start, and in which a replacement must
                 build its environments.
             replaces: Whether `replace` will be called: then what workers start from is kept.
+            affinity: The processors that each worker may use; all by default.
         """
         super().__init__()
         self._threads, self._start_timeout = threads, start_timeout
-        self._replaces = replaces
+        self._replaces, self._affinity = replaces, affinity
         self._factories: list[bytes] = []
         """What workers start from, if lost ones are replaced."""
         self._due: dict[int, tuple[float, int]] = {}
@@ -169,7 +176,14 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._peers[worker] = process
         self.pids[worker] = pid
         self._ends.register(process.channel.fileno(), 0)
-        boot = Boot(worker, factory, self._threads, life, surroundings=Surroundings.current())
+        boot = Boot(
+            worker,
+            factory,
+            self._threads,
+            life,
+            surroundings=Surroundings.current(),
+            processors=None if self._affinity is None else self._affinity[worker],
+        )
         with contextlib.suppress(ConnectionError):
             process.channel.post(pickle.dumps(boot))
         self._watch(process)

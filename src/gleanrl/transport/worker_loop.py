@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core.affinity import Processors
 from gleanrl.core.protocols import InlineSource, JointAct, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
@@ -169,10 +170,10 @@ class Worker:
                 return source.seed(seed, static, stream)
             case m.Reset(envs, options):
                 return source.reset(envs, options or {})
-            case m.GetState():
-                return source.state()
-            case m.SetState(state, strict):
-                return source.load_state(state, strict)
+            case m.GetState(pickles):
+                return source.state(pickles)
+            case m.SetState(state, strict, pickles):
+                return source.load_state(state, strict, pickles)
             case m.Call(path, args, kwargs):
                 return source.call(path, *args, **(kwargs or {}))
             case m.Get(path):
@@ -279,11 +280,15 @@ class Boot:
     """Makes a node's side of what carries data."""
     surroundings: Surroundings | None = None
     """Of the learner, where the worker takes them over."""
+    processors: Processors | None = None
+    """Those that the worker may use; ``None`` for those of the zygote."""
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     """Where the learner imports from."""
 
     def prepare(self) -> None:
         """Prepare this process for the user's code."""
+        if self.processors is not None:
+            os.sched_setaffinity(0, self.processors)
         if self.surroundings is not None:
             self.surroundings.enter()
         sys.path.extend(entry for entry in self.path if entry not in sys.path)

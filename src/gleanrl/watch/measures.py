@@ -21,7 +21,7 @@ from gleanrl.watch.history import History
 from gleanrl.watch.page import SHARES
 
 _LAST = 100
-"""Episodes that means are taken of."""
+"""Episodes, and batches, that means are taken of."""
 _MARK_S = 0.5
 _MARKS = 8
 """The current rate is that since the oldest of so many marks, which are so far apart."""
@@ -64,12 +64,26 @@ class _Episodes:
         return found
 
 
+class _Lags:
+    """The ages of the weights of the last batches, in versions."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=_LAST)
+
+    def add(self, lag: int) -> None:
+        self._last.append(lag)
+
+    def stats(self) -> dict[str, float]:
+        last = self._last or (0,)
+        return {"lag_mean": sum(last) / len(last), "lag_max": max(last)}
+
+
 class _Totals:
     """The sums of one worker, or of all, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.rollouts = self.policy_version = self.lag = 0
-        self.episodes = _Episodes()
+        self.episodes, self.lags = _Episodes(), _Lags()
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
@@ -159,8 +173,10 @@ class Measures:
                 worker.frames += frames
                 worker.rollouts += 1
                 worker.policy_version, worker.lag = its_version, version - its_version
+                worker.lags.add(worker.lag)
                 rollouts[index].append((seconds, ended, everything.frames))
             self._newest, everything.lag = now, version - oldest
+            everything.lags.add(everything.lag)
             self._history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
@@ -188,22 +204,21 @@ class Measures:
         self._marks.append((now, [worker.frames for worker in self._workers]))
         self._mark_due = now + _MARK_S
 
-    def _counts(self) -> list[_Episodes]:
-        return [totals.episodes for totals in (self._all, *self._workers)]
-
-    def state_dict(self) -> list[tuple[int, torch.Tensor]]:
-        """Return how many episodes ended, and the last ones: of all workers, then of each."""
+    def state_dict(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return how many episodes ended, the last ones and running ones: of all, then of each."""
         with self._lock:
             self.settle()
-            return [episodes.state() for episodes in self._counts()]
+            return [(*t.episodes.state(), t.sums.state()) for t in (self._all, *self._workers)]
 
-    def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         """Continue the counts of `state_dict`; an empty ``state`` starts them over."""
         with self._lock:
             self.settle()
-            fresh = [_Episodes().state()] * (1 + len(self._workers))
-            for episodes, own in zip(self._counts(), state or fresh, strict=True):
-                episodes.load(*own)
+            fresh = [(*_Episodes().state(), EpisodeSums().state())] * (1 + len(self._workers))
+            each = zip((self._all, *self._workers), state or fresh, strict=True)
+            for totals, (number, last, *running) in each:
+                totals.episodes.load(number, last)
+                totals.sums.load_state(*running or [EpisodeSums().state()])
 
     @property
     def frames(self) -> int:
@@ -243,6 +258,7 @@ class Measures:
                 **totals.episodes.stats(),
                 **_shares([self._workers[index].seconds for index in indices]),
                 "lag": totals.lag,
+                **totals.lags.stats(),
             }
 
     def _rates(self, workers: Sequence[int]) -> dict[str, float]:

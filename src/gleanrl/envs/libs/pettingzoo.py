@@ -22,9 +22,12 @@ from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import EnvBase, close_all
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.unmodified import remembered
 from gleanrl.envs.validation import NUMBERS, check_reset
 from gleanrl.envs.writers import LeafWriter
@@ -309,6 +312,13 @@ class PettingZooRows(EnvRows):
         for index, game in enumerate(self.games):
             game.seed, game.fresh = seed if static else seed + index, False
         return seed if static else seed + len(self.games) - 1
+
+    def snapshot(self, allow_pickle: bool = False) -> Node:
+        return save_state(list(self.games), allow_pickle)
+
+    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
+        load_state(list(self.games), snapshot, allow_pickle)
+        self._show(self.games)  # what specs of actions allow
 
     def close(self) -> None:
         close_all(game.env for game in self.games)

@@ -36,7 +36,11 @@ _LAYOUT_WORDS = 16384
 _HEADER = 64
 # Header words.
 _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _AUTHORS, _BASE, _EPOCH = range(8)
-_OP, _TO_CURSOR, _TO_COUNT, _OVERFLOW, _OVERFLOW_NEXT = range(8, 13)
+_OP, _TO_CURSOR, _TO_COUNT, _TABLES = range(8, 12)
+_TABLE = 3
+"""Words of a table of places."""
+TABLES = 12
+"""Tables of places that a ring can have."""
 _COPY, _COMPLETE, _EMPTY = 1, 2, 3
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53
 """Bounds above all real values, and far below the overflow of positions and counters."""
@@ -109,10 +113,6 @@ class RingIndex:
     """Rows ever completed since the last `empty`."""
     live = _Word(_LIVE)
     """Rows that are complete now."""
-    overflow = _Word(_OVERFLOW)
-    """Overflow places (see `dedup`) that were ever needed; changed inside `section`."""
-    overflow_next = _Word(_OVERFLOW_NEXT)
-    """The first overflow place to check for a free one."""
 
     def __init__(self, max_slots: int, lock: ThreadLock, words: Words) -> None:
         """Use ``words`` (zeroed, `words_for` of them), which others may share."""
@@ -136,6 +136,16 @@ class RingIndex:
     def words_for(max_slots: int) -> int:
         """Return how many words the index of ``max_slots`` rows needs."""
         return _HEADER + _LAYOUT_WORDS + max_slots
+
+    def table(self, number: int) -> Words:
+        """Return the words of a table of places (see `Places`); changed inside `section`."""
+        first = _TABLES + number * _TABLE
+        return self._h[first : first + _TABLE]
+
+    @property
+    def overflow(self) -> int:
+        """Overflow places (see `SuccessorLinks`) that were ever needed."""
+        return int(self.table(0)[0])
 
     @property
     def ready(self) -> bool:
@@ -342,7 +352,10 @@ class RingIndex:
         if h[_OP] == _COMPLETE:
             np.absolute(numbers, out=numbers)
         elif h[_OP] == _COPY:
-            np.maximum(numbers, 0, out=numbers)
+            # Also rows that were to be overwritten and still are whole: later rows are gone first.
+            cursor = int(h[_CURSOR])
+            for start, stop, _ in self.pieces(cursor, int(h[_TO_CURSOR]) - cursor):
+                np.multiply(numbers[start:stop], 0, out=numbers[start:stop])
             count = self.count
         else:
             np.multiply(numbers, 0, out=numbers)

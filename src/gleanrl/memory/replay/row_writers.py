@@ -54,10 +54,10 @@ class TensorDictMaxValueWriter(Writer):
             raise ConfigError(
                 "TensorDictMaxValueWriter writes to one-dimensional tensor storages of one process"
             )
-        if storage.compact:
+        if storage.shares_rows:
             raise ConfigError(
-                "TensorDictMaxValueWriter keeps single rows, and a compact storage finds the "
-                "successor of a row in the next one: use compact=False"
+                "TensorDictMaxValueWriter keeps single rows, and rows of a compact storage, or of "
+                "one with stacks, have parts in common: use compact=False, and no stacks"
             )
         values, count = storage.prepare(data, dim)
         rows = storage.rows

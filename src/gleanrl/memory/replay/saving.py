@@ -193,13 +193,22 @@ def _check(
     frames, numbers, tensors = slots * (layout.envs or 1), storage["stamps"], storage["tensors"]
     lead = (len(numbers),) if layout.envs is None else (len(numbers), layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    linked = [field for field in layout.fields if field.key in layout.dedup]
-    expected += [((len(tensors[-1]), *field.shape), field.dtype) for field in linked]
-    if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
+    beyond = [(f.shape, f.dtype) for f in layout.stored if f.key in layout.dedup]
+    sizes = [len(tensor) for tensor in tensors[len(layout.stored) :]]
+    shapes = [*beyond, *(stack.frame for stack in layout.stacks)]
+    expected += [
+        ((size, *shape), dtype) for size, (shape, dtype) in zip(sizes, shapes, strict=True)
+    ]
+    equal = len(set(sizes[: len(beyond)])) < 2
+    if not equal or [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
         raise ConfigError("the tensors are not of the layout that the description has")
-    if linked:
-        # Rows that were written meanwhile may link to overflow places that were not saved.
-        _check_range("links", tensors[-1 - len(linked)][numbers > 0], frames + len(tensors[-1]))
+    # Rows that were written meanwhile may point to places that were not saved.
+    complete = {f.key: t[numbers > 0] for f, t in zip(layout.stored, tensors, strict=False)}
+    if beyond:
+        _check_range("links", complete[layout.stored[-1].key], frames + sizes[0])
+    for stack, size in zip(layout.stacks, sizes[len(beyond) :], strict=True):
+        for field in stack.fields:
+            _check_range("places of frames", complete[field.key], size)
     for name, (dtype, ndim, most) in _SAMPLERS.items():
         if name in sampler:
             if sampler[name].dtype != dtype or sampler[name].ndim != ndim:

@@ -36,7 +36,8 @@ from gleanrl.memory.replay.rows import (
     describe,
     fields_at,
 )
-from gleanrl.memory.shared import SharedMemory, check_memory, fence
+from gleanrl.memory.replay.stacks import FrameStore
+from gleanrl.memory.shared import SharedMemory, check_memory, fence, use_huge_pages
 
 _ALIGN = 64
 _PART = 1024
@@ -228,9 +229,14 @@ class LazyTensorStorage(Storage):
             successors (ends of episodes, the last row of each `extend`) are kept apart.
             ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
             CPU only.
+        stacks: Entries that are stacks of frames, and the number of frames: ``{"pixels": 4}``.
+            Equal frames of neighbouring rows, and of their successors, are stored once. Samples are
+            the same. The first dimension of an entry is that of the frames (``[4, 84, 84]``, or
+            ``[12, 84, 84]`` for frames of three channels), or the last (``[84, 84, 4]``, which is
+            sampled as a view that is not contiguous). On the CPU only.
     """
 
-    _OWN = ("ring", "_rows", "_successors", "_memory", "_words", "_lock")
+    _OWN = ("ring", "_rows", "_parts", "_memory", "_words", "_lock")
 
     def __init__(
         self,
@@ -238,16 +244,22 @@ class LazyTensorStorage(Storage):
         device: torch.device | str | None = None,
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
+        stacks: Mapping[NestedKey, int] | None = None,
     ) -> None:
         self.device = read_device("device", device) or torch.device("cpu")
         self.compact = [compact] if isinstance(compact, str) else compact
-        if self.compact is not False and self.device.type != "cpu":
-            raise ConfigError(f"compact=True is for storages on the CPU, not on {self.device}")
+        if not isinstance(stacks, Mapping | None):
+            raise ConfigError(f"stacks is a mapping like {{'pixels': 4}}, not {stacks!r:.80}")
+        self.stacks = dict(stacks or {})
+        if self.shares_rows and self.device.type != "cpu":
+            raise ConfigError(
+                f"compact=True and stacks are for storages on the CPU, not on {self.device}"
+            )
         super().__init__(max_size, ndim)
 
     def _open(self) -> None:
         self._rows: Rows | None = None
-        self._successors: SuccessorLinks | None = None
+        self._parts: list[SuccessorLinks | FrameStore] = []
         self._memory: SharedMemory | None = None
         self._words: SharedMemory | None = None
         self._lock: ProcessLock | None = None
@@ -275,18 +287,20 @@ class LazyTensorStorage(Storage):
                 if self._rows is None:
                     layout = RowLayout.from_json(self.ring.layout())
                     rows = Rows(layout, self.ring.slots, self._allocate)
-                    if layout.dedup:
-                        self._successors = SuccessorLinks(rows, self.ring, self._take_room)
-                    self._rows = rows  # last: other threads that see it use the links as well
+                    self._parts = rows.parts(self.ring, self._take_room)
+                    self._rows = rows  # last: other threads that see it use the parts as well
         return self._rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use, for rows and their bookkeeping."""
         rows = self.rows
-        if rows is None:
-            return 0
-        return rows.layout.nbytes * rows.slots + self.ring.overflow * rows.layout.overflow_nbytes
+        return 0 if rows is None else rows.nbytes(self.ring)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether rows have parts in common, so that none can be replaced alone."""
+        return self.compact is not False or bool(self.stacks)
 
     @property
     def envs(self) -> int:
@@ -299,7 +313,7 @@ class LazyTensorStorage(Storage):
         Raises:
             ConfigError: the storage holds other rows, or they do not fit into memory.
         """
-        layout = deduplicate(layout, self.compact)
+        layout = deduplicate(layout, self.compact, self.stacks)
         slots = self.max_size // (layout.envs or 1)
         if slots < 1:
             raise ConfigError(f"max_size ({self.max_size}) is less than {layout.envs} environments")
@@ -330,11 +344,11 @@ class LazyTensorStorage(Storage):
         return values, values[0].shape[0]
 
     def write(self, first: int, rows: int, values: Sequence[torch.Tensor], offset: int) -> None:
-        """Copy prepared leaves, and link successors first if they are deduplicated."""
+        """Copy prepared leaves, after the parts that rows have in common."""
         stored = self._rows
         assert stored is not None
-        if self._successors is not None:
-            self._successors.link(first, rows, values, offset)
+        for part in self._parts:
+            part.store(first, rows, values, offset)
         for start, stop, ahead in self.ring.pieces(first, rows):
             begin, end = offset + ahead, offset + ahead + stop - start
             for tensor, place in zip(stored.tensors, stored.kept, strict=False):
@@ -374,9 +388,8 @@ class LazyTensorStorage(Storage):
         with self.ring.section() if copied and self.copied_at_once else nullcontext():
             state = self.ring.snapshot()
             top = len(state["stamps"])
-            # Read after the sequence numbers: the overflow places of rows that they show lie below.
-            overflow = rows.overflow(self.ring.overflow)
-            tensors = [*(tensor[:top] for tensor in rows.tensors), *overflow]
+            # Read after the sequence numbers: the places of rows that they show lie below.
+            tensors = [*(tensor[:top] for tensor in rows.tensors), *rows.beyond(self.ring)]
             if copied:
                 tensors = [tensor.clone() for tensor in tensors]
                 self.drop_overwritten(state)
@@ -398,12 +411,19 @@ class LazyTensorStorage(Storage):
         if state.get("layout") is None:
             self.ring.empty()
             return
-        rows = self.initialise(RowLayout.from_json(state["layout"].encode()))
+        layout = RowLayout.from_json(state["layout"].encode())
+        if deduplicate(layout, self.compact, self.stacks) != layout:
+            raise ConfigError(
+                f"rows that were stored with {layout.sharing} do not fit into a storage with "
+                f"compact={self.compact!r:.80} and stacks={self.stacks!r:.80}: store them by extend"
+            )
+        rows = self.initialise(layout)
         with self.ring.section():
-            overflow = state["tensors"][len(rows.tensors) :]
-            if self._successors is not None and self.ring.slots == state["slots"]:
-                # First of all: on a full disk, nothing changes.
-                self._successors.grow(max(map(len, overflow)))
+            if self.ring.slots == state["slots"]:
+                # First of all: on a full disk, nothing changes. Overflow places are equally many.
+                beyond = state["tensors"][len(rows.tensors) + max(0, len(layout.dedup) - 1) :]
+                for part, tensor in zip(self._parts, beyond, strict=True):
+                    part.places.grow(len(tensor))
             super().load_state_dict(state)
 
     def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
@@ -411,13 +431,16 @@ class LazyTensorStorage(Storage):
         return fields_at(layout, state, torch.from_numpy(slots))
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
-        rows, successors = self.rows, self._successors
+        rows = self.rows
         assert rows is not None
-        places = [*rows.tensors, *rows.overflow(rows.frames)]
-        for to, saved in zip(places, state["tensors"], strict=True):
+        for to, saved in zip([*rows.tensors, *rows.beyond()], state["tensors"], strict=True):
             to[: len(saved)].copy_(saved)
         fence()
-        self.ring.restore(state, None if successors is None else successors.rebuild)
+        self.ring.restore(state, self._rebuild)
+
+    def _rebuild(self) -> None:
+        for part in self._parts:
+            part.rebuild()
 
     def _new_file(self) -> SharedMemory:
         return SharedMemory()
@@ -428,7 +451,9 @@ class LazyTensorStorage(Storage):
             self._memory.clear()
             self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
             rows = Rows(layout, slots, self._allocate)
-            self._take_room([*rows.tensors, rows.owners])
+            frames = [part[: rows.frames] for parts in rows.frames_of for part in parts]
+            owners = [] if rows.owners is None else [rows.owners]
+            self._take_room([*rows.tensors, *owners, *frames])
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
@@ -439,7 +464,7 @@ class LazyTensorStorage(Storage):
         """Reserve space on the disk, for files; the first touch reserves memory."""
 
     def _allocate(self, shapes: Shapes) -> list[torch.Tensor]:
-        if self._memory is None and self.compact is False:
+        if self._memory is None and not self.shares_rows:
             return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         starts = _starts_of(shapes)
         if self._memory is not None:
@@ -448,6 +473,7 @@ class LazyTensorStorage(Storage):
             # Half of it may never be needed, and is not taken before.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             memory = mmap.mmap(-1, max(starts[-1], mmap.PAGESIZE), flags=flags)
+            use_huge_pages(memory)
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         return [
             everything[start : start + _nbytes(shape, dtype)].view(dtype).view(shape)
@@ -460,7 +486,7 @@ class LazyTensorStorage(Storage):
                 "this replay buffer is private to its process: make it with shared=True, or call "
                 "share(), before it is sent to another one"
             )
-        return vars(self) | {"_rows": None, "_successors": None, "ring": None}
+        return vars(self) | {"_rows": None, "_parts": [], "ring": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -478,6 +504,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: Directory of the file; the system's for temporary files by default.
         ndim: As in `LazyTensorStorage`.
         compact: As in `LazyTensorStorage`.
+        stacks: As in `LazyTensorStorage`.
     """
 
     def __init__(
@@ -486,10 +513,11 @@ class LazyMemmapStorage(LazyTensorStorage):
         scratch_dir: str | os.PathLike[str] | None = None,
         ndim: int = 1,
         compact: bool | Sequence[NestedKey] = False,
+        stacks: Mapping[NestedKey, int] | None = None,
     ) -> None:
         self.scratch_dir = tempfile.gettempdir() if scratch_dir is None else os.fspath(scratch_dir)
         os.makedirs(self.scratch_dir, exist_ok=True)
-        super().__init__(max_size, None, ndim, compact)
+        super().__init__(max_size, None, ndim, compact, stacks)
 
     def _open(self) -> None:
         super()._open()

@@ -1,0 +1,203 @@
+"""States of collectors as files: a JSON description, raw tensors and a checksum; no pickle.
+
+A file is ``MAGIC``, the length and the checksum of all that follows, the length of the description,
+the description, and the bytes of the tensors that it lists, each at a multiple of 64. Nothing in a
+file is trusted, and nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import struct
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.version import __version__
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.state_loading import load_state
+from gleanrl.memory import tensor_files
+
+_MAGIC = b"GleanRL collector state\n"
+_VERSION = 1
+_HEAD = struct.Struct("<qIq")
+"""Bytes after this, their checksum, and how many of them are the description."""
+_ALIGNMENT = 64
+_MARK = "!"
+"""The key of JSON objects that are no dict with names as keys."""
+
+
+def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
+    """Write a state; a file at ``path`` is a complete one at any moment.
+
+    Args:
+        path: The file; those that were there before are ``path.1``, ``path.2`` and so on.
+        facts: Part of the description: `read` returns them before anything else is looked at.
+        state: Of a collector.
+        keep: The number of files to keep, this one included.
+
+    Raises:
+        StateError: names a part that cannot be written.
+        OSError: the disk is full; the files are as they were.
+    """
+    writer = _Writer()
+    described = writer.plain(state, "state")
+    head = {"version": _VERSION, "library": __version__, **facts, "tensors": writer.entries}
+    text = json.dumps({**head, "state": described}, separators=(",", ":")).encode()
+    text += b" " * (-(len(_MAGIC) + _HEAD.size + len(text)) % _ALIGNMENT)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    checksum, size = zlib.crc32(text), len(text)
+    for part in writer.parts:
+        checksum, size = zlib.crc32(part, checksum), size + len(part)
+    head_bytes = _MAGIC + _HEAD.pack(size, checksum, len(text))
+    try:
+        tensor_files.write_parts(draft, [head_bytes, text, *writer.parts])
+        _rotate(path, keep)
+        tensor_files.publish(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _rotate(path: Path, keep: int) -> None:
+    """Number earlier files; ``path`` itself stays."""
+    numbered = [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, keep))]
+    for older, newer in zip(numbered[:1:-1], numbered[-2:0:-1], strict=True):
+        if newer.exists():
+            os.replace(newer, older)
+    if keep > 1 and path.exists():
+        copy = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            os.link(path, copy)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, copy)
+        os.replace(copy, numbered[1])
+
+
+class _Writer:
+    """Collects the tensors of a state while it turns the rest into JSON."""
+
+    def __init__(self) -> None:
+        self.entries: list[list[Any]] = []
+        """Dtype and shape of each tensor."""
+        self.parts: list[memoryview] = []
+        """Their bytes, and padding."""
+
+    def plain(self, value: Any, at: str) -> Any:
+        kind = type(value)
+        if kind in (type(None), bool, int, float, str):
+            return value
+        if kind is list:
+            return [self.plain(item, f"{at}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, dict) and all(type(key) is str and key != _MARK for key in value):
+            return {key: self.plain(item, f"{at}[{key!r}]") for key, item in value.items()}
+        return {_MARK: self._marked(value, at)}
+
+    def _marked(self, value: Any, at: str) -> list[Any]:
+        if type(value) is tuple:
+            return ["tuple", [self.plain(item, f"{at}[{i}]") for i, item in enumerate(value)]]
+        if isinstance(value, dict):
+            pairs = value.items()
+            return ["dict", [[self.plain(k, at), self.plain(v, f"{at}[{k!r}]")] for k, v in pairs]]
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            return ["tensor", self._add(value)]
+        return ["object", self.plain(save_state(value, at=at), at)]
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        data = tensor.detach().cpu().contiguous()
+        flat: Any = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
+        raw = memoryview(flat)
+        self.entries.append([tensor_files.dtype_name(data.dtype), list(data.shape)])
+        self.parts += [raw, memoryview(bytes(-raw.nbytes % _ALIGNMENT))]
+        return len(self.entries) - 1
+
+
+def read(path: Path) -> tuple[dict[str, Any], Any]:
+    """Return the description and the state in a file of `write`.
+
+    Raises:
+        ConfigError: it is no such file, damaged, or of a later version.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file, _explained(path):
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ConfigError(f"{path} is no state of a collector: save() did not write it")
+        head = file.read(_HEAD.size)
+        found = os.fstat(file.fileno()).st_size - file.tell()
+        size, checksum, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (-1, 0, 0)
+        if size != found or not 0 <= length <= size:
+            raise ConfigError(_damaged(path, f"{found:,} of {size:,} bytes"))
+        text, data = file.read(length), bytearray(size - length)
+        file.readinto(data)
+        if zlib.crc32(data, zlib.crc32(text)) != checksum:
+            raise ConfigError(_damaged(path, "the checksum differs"))
+        described = json.loads(text)
+        version, library = described["version"], described["library"]
+        if version != _VERSION:
+            raise ConfigError(
+                f"{path} has version {version!r} of the format, this is GleanRL {__version__} with "
+                f"version {_VERSION}: load it with GleanRL {library!r:.40}"
+            )
+        state = _Reader(described["tensors"], data).value(described["state"])
+        return {name: described[name] for name in ("collector", "workers", "pickled")}, state
+
+
+def _damaged(path: Path, what: str) -> str:
+    older = path.with_name(f"{path.name}.1")
+    instead = f"; {older} is the one before" if older.exists() else ""
+    return f"{path} is damaged ({what}){instead}"
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what a file can cause into a `ConfigError`."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as err:  # a file may come from anyone
+        why = f"{type(err).__name__}: {err}"
+        raise ConfigError(f"{path} holds no state of a collector ({why:.200})") from err
+
+
+class _Reader:
+    """Puts a state together again."""
+
+    def __init__(self, entries: list[Any], data: bytearray) -> None:
+        self._tensors, start = [], 0
+        for dtype, shape in entries:
+            field = tensor_files.checked_field("a tensor", ["state"], shape, dtype)
+            count = math.prod(field.shape)
+            size = count * field.dtype.itemsize
+            if start + size > len(data):
+                raise ConfigError("it lists more tensors than it has")
+            flat = torch.empty(0, dtype=field.dtype)
+            if count:
+                flat = torch.frombuffer(data, dtype=field.dtype, count=count, offset=start)
+            self._tensors.append(flat.reshape(field.shape))
+            start += size + -size % _ALIGNMENT
+
+    def value(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.value(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if _MARK not in node:
+            return {key: self.value(item) for key, item in node.items()}
+        kind, part = node[_MARK]
+        if kind == "tuple":
+            return tuple(self.value(item) for item in part)
+        if kind == "dict":
+            return {self.value(key): self.value(item) for key, item in part}
+        if kind == "tensor":
+            return self._tensors[part]
+        return load_state(None, self.value(part))

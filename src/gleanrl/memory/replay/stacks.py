@@ -1,0 +1,220 @@
+"""Stacks of frames, in which equal frames are stored once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import Key, NestedKey, as_key, format_key, next_key
+from gleanrl.core.layout import Field
+from gleanrl.memory.replay.places import Places, TakeRoom
+from gleanrl.memory.replay.ring import STEP, TABLES, RingIndex, Words
+
+_AT_ONCE = 32
+"""Rows whose frames are looked for together: those of 84 x 84 bytes stay in a cache."""
+_REMEMBERED = 1 << 15
+"""Frames among which equal ones are looked for, the newest."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Entries of a row that are stacks of frames: one at the root, and the same one under next."""
+
+    fields: tuple[Field, ...]
+    size: int
+    """Frames in a stack."""
+    last: bool
+    """Whether the last dimension is that of the frames: ``[84, 84, 4]``."""
+
+    @classmethod
+    def of(cls, fields: Mapping[Key, Field], key: Key, size: int) -> Stack:
+        """Find the entries, and their dimension of frames.
+
+        Raises:
+            ConfigError: there is no such entry, or it is no stack of so many frames.
+        """
+        field = fields.get(key)
+        if field is None:
+            raise ConfigError(
+                f"stacks names {format_key(key)}, and the data have {[*map(format_key, fields)]}"
+            )
+        shape = field.shape
+        if isinstance(size, int) and size > 1 and field.nbytes and shape:
+            last = shape[0] != size and shape[-1] == size
+            after = fields.get(next_key(key), field)
+            both = after is not field and (after.shape, after.dtype) == (shape, field.dtype)
+            if last or shape[0] % size == 0:
+                return cls((field, after) if both else (field,), size, last)
+        raise ConfigError(
+            f"stacks names {format_key(key)} as a stack of {size!r} frames, and it is "
+            f"{list(shape)} per row. The first or the last dimension is that of two or more "
+            "frames, or the first dimension is a multiple of their number"
+        )
+
+    @property
+    def pointers(self) -> tuple[Field, ...]:
+        """What a row has in place of the entries: the places of their frames."""
+        return tuple(Field(field.key, (self.size,), torch.int64) for field in self.fields)
+
+    @property
+    def frame(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a stored frame."""
+        return (math.prod(self.fields[0].shape) // self.size,), self.fields[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one place of a frame: the frame, and the number of its owner."""
+        return self.fields[0].nbytes // self.size + torch.int64.itemsize
+
+    def shapes(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return what ``rows`` rows need at most: frames, if no two are equal, and their owners."""
+        most, (shape, dtype) = rows * self.size * len(self.fields), self.frame
+        return [((most, *shape), dtype), ((most,), torch.int64)]
+
+    def split(self, values: torch.Tensor) -> Any:
+        """Return the frames of stacks ``[..., *shape]`` as words, ``[n, size, words]``."""
+        values = values.detach().cpu()
+        if self.last:
+            values = torch.stack(values.unbind(-1), values.ndim - len(self.fields[0].shape))
+        return words(values.reshape(-1, self.size, *self.frame[0]))
+
+    def join(self, frames: torch.Tensor, pointers: torch.Tensor) -> torch.Tensor:
+        """Return stacks ``[..., *shape]`` of the frames at ``pointers``, ``[..., size]``."""
+        lead, shape = pointers.shape[:-1], self.fields[0].shape
+        values = frames.index_select(0, pointers.reshape(-1))
+        if not self.last:
+            return values.view(*lead, *shape)
+        # A view: interleaving the elements of frames takes longer than gathering them.
+        return values.view(*lead, self.size, *shape[:-1]).movedim(len(lead), -1)
+
+
+def stacks_of(fields: Sequence[Field], stacks: Mapping[NestedKey, int]) -> tuple[Stack, ...]:
+    """Return the entries that ``stacks`` names, with the number of their frames.
+
+    Raises:
+        ConfigError: an entry is not there, or is no stack.
+    """
+    if len(stacks) >= TABLES:
+        raise ConfigError(f"stacks names {len(stacks)} entries, at most {TABLES - 1} are possible")
+    by_key = {field.key: field for field in fields}
+    return tuple(Stack.of(by_key, as_key(key), size) for key, size in stacks.items())
+
+
+def words(values: torch.Tensor) -> Any:
+    """Return the bits of ``values`` as a numpy array of words, which compare fast."""
+    flat = values.contiguous().view(torch.uint8)
+    if flat.shape[-1] % 8 == 0:
+        flat = (flat.clone() if flat.storage_offset() % 8 else flat).view(torch.int64)
+    return flat.numpy()
+
+
+class FrameStore:
+    """Stores the frames of stacks, and points to them from rows.
+
+    A frame is not stored again if the very bits are among the frames that were stored last. These
+    are found by a hash, and compared, so no sample differs from the data that was stored. Where
+    stacks do not continue one another, there are more frames, and the memory grows.
+
+    A frame's owner is the newest row that points to it. Its place is free when that row was
+    overwritten, because older rows are overwritten before. Rows that a killed process never
+    completed may own frames of older rows, whose places would be free too early. So a word tells
+    the newest row that owners know of; if it was not completed, owners are found anew.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        pointers: Mapping[int, torch.Tensor],
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        ring: RingIndex,
+        table: int,
+        take_room: TakeRoom,
+    ) -> None:
+        """Describe the frames of a stack.
+
+        Args:
+            stack: The entries.
+            pointers: By the number of an entry, the places of the frames of all rows.
+            tensors: All frames, and their owners.
+            ring: The rows.
+            table: The number of the table of frames among those of ``ring``.
+            take_room: Reserves the memory of more frames than rows.
+        """
+        frames, owners = tensors
+        self._stack = stack
+        self._ring = ring
+        self._pointers: dict[int, Words] = {n: part.numpy() for n, part in pointers.items()}
+        self._rows = min(map(len, self._pointers.values()))
+        self.places = Places(table, ring, owners.numpy(), self._rows, 64, tensors, take_room)
+        self._newest = ring.table(table)[2:]
+        self._words = words(frames)
+        random = np.random.default_rng(0)
+        self._factors = random.integers(1 << 62, size=self._words.shape[1]) | 1
+        self._known: dict[int, int] = {}
+        """Places of frames by their hash; some hold another frame by now."""
+
+    def store(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
+        """Store the stacks of ``count`` rows from position ``first`` on.
+
+        In ``values`` they begin at ``offset``. Inside `RingIndex.append`.
+        """
+        slots, size = self._ring.slots, self._stack.size
+        envs = self._rows // slots
+        known = int(self._newest[0])
+        if known and self._ring.sequence[(known - 1) % slots] // STEP != known:
+            self.rebuild()
+        self._newest[0] = first + count
+        stacks = {n: self._stack.split(values[n][offset : offset + count]) for n in self._pointers}
+        for start in range(0, count * envs, _AT_ONCE):
+            stop = min(start + _AT_ONCE, count * envs)
+            rows = np.arange(first * envs + start, first * envs + stop)
+            numbers = rows // envs + 1
+            for n, pointers in self._pointers.items():
+                frames = stacks[n][start:stop].reshape(-1, self._words.shape[1])
+                places = self._keep(frames, int(numbers[0])).reshape(-1, size)
+                np.maximum.at(self.places.owners, places, numbers[:, None])
+                for frame in range(size):
+                    # In one dimension, numpy stores whole words: others may read meanwhile.
+                    pointers[:, frame][rows % self._rows] = places[:, frame]
+        for old in [*islice(self._known, max(0, len(self._known) - _REMEMBERED))]:
+            del self._known[old]
+
+    def rebuild(self) -> None:
+        """Find the owners of all frames, after rows were put back; inside `section`."""
+        owners, sequence = self.places.owners, self._ring.sequence[: self._ring.slots]
+        owners[: self.places.size] = 0
+        for pointers in self._pointers.values():
+            numbers = sequence.repeat(self._rows // len(sequence))
+            rows = np.flatnonzero(numbers > 0)
+            np.maximum.at(owners, pointers[rows], numbers[rows, None] // STEP)
+
+    def _keep(self, frames: Any, owner: int) -> Words:
+        """Return the places of frames ``[n, words]``, which ``owner`` owns if they are new."""
+        hashes, first, which = np.unique(
+            frames @ self._factors, return_index=True, return_inverse=True
+        )
+        names = hashes.tolist()
+        found = np.array([self._known.get(name, -1) for name in names], np.int64)
+        new = (found < 0) | ~self.places.taken(found)
+        found[new] = self._write(frames[first[new]], owner)
+        places = found[which]
+        # What has this hash may be another frame.
+        other = (self._words[places] != frames).any(-1)
+        if other.any():
+            places[other] = self._write(frames[other], owner)
+            found[which] = places
+        self._known.update(zip(names, found.tolist(), strict=True))
+        return places
+
+    def _write(self, frames: Any, owner: int) -> Words:
+        places = self.places.claim(len(frames))
+        self._words[places] = frames
+        self.places.owners[places] = owner
+        return places

@@ -1,0 +1,173 @@
+"""States of collectors in files: complete or refused, never unpickled unless that is allowed."""
+
+import contextlib
+import os
+import random
+import warnings
+
+import gymnasium as gym
+import pytest
+import torch
+from resume_rig import AFTER, BEFORE, Odd, make, same, take
+
+from gleanrl import ConfigError
+from gleanrl.collectors import Collector, MultiSyncCollector
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "kwargs"),
+    [
+        ("wrappers", "one", {"trajs_per_batch": 5}),
+        ("wrappers", "sync", {"init_random_frames": 600}),
+        ("next_step", "one", {"max_frames_per_traj": 11}),
+        ("mujoco", "central", {}),
+        ("walk", "one", {"fast": False}),
+    ],
+)
+def test_a_file_continues_bit_for_bit(tmp_path, kind, where, kwargs):
+    with make(kind, where, **kwargs) as collector:
+        collector.set_seed(7)
+        take(collector, BEFORE)
+        collector.save(tmp_path / "state")
+        expected = take(collector, AFTER)
+    with make(kind, where, **kwargs) as other, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load(tmp_path / "state")
+        assert all(map(same, take(other, AFTER), expected))
+    assert b'"pickled":[]' in (tmp_path / "state").read_bytes()
+
+
+def small(**kwargs):
+    return Collector("CartPole-v1", num_envs=2, frames_per_batch=8, **kwargs)
+
+
+def test_the_last_files_are_kept(tmp_path):
+    path = tmp_path / "state"
+    with small() as collector, small() as other:
+        for _ in range(5):
+            collector.next()
+            collector.save(path, keep=3)
+        assert sorted(os.listdir(tmp_path)) == ["state", "state.1", "state.2"]
+        for name, frames in (("state", 40), ("state.1", 32), ("state.2", 24)):
+            other.load(tmp_path / name)
+            assert other.stats()["frames"] == frames
+
+
+def test_a_write_that_fails_leaves_the_files_as_they_were(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    with small() as collector:
+        collector.next()
+        collector.save(path)
+        before, written = path.read_bytes(), os.write
+
+        def full(fd, data):
+            if len(data) > 2000:
+                raise OSError(28, "No space left on device")
+            return written(fd, data)
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            collector.save(path, keep=2)
+        monkeypatch.undo()
+        assert os.listdir(tmp_path) == ["state"]
+        assert path.read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "state"
+    with small() as collector:
+        collector.next()
+        collector.save(path)
+    return path.read_bytes()
+
+
+def refused(tmp_path, data, match):
+    (tmp_path / "bad").write_bytes(data)
+    with small() as collector:
+        with pytest.raises(ConfigError, match=match):
+            collector.load(tmp_path / "bad")
+        assert collector.stats()["frames"] == 0
+
+
+def test_torn_files_are_refused(tmp_path, saved):
+    for end in (len(saved) - 1, len(saved) // 2, 50, 30):
+        refused(tmp_path, saved[:end], r"bad is damaged \(.* bytes\)")
+    refused(tmp_path, saved + b"\0", "is damaged")
+    (tmp_path / "bad.1").write_bytes(saved)
+    refused(tmp_path, saved[:-1], r"bad\.1 is the one before")
+
+
+def test_foreign_files_are_refused(tmp_path):
+    torch.save({"frames": 3}, tmp_path / "torch")
+    for data in (b"", b"GleanRL", (tmp_path / "torch").read_bytes()):
+        refused(tmp_path, data, "is no state of a collector")
+
+
+def with_description(saved, change):
+    """Return the file with another description and the right checksum."""
+    from gleanrl.collectors import state_files as files
+
+    start = len(files._MAGIC) + files._HEAD.size
+    _, _, length = files._HEAD.unpack(saved[len(files._MAGIC) : start])
+    text = change(saved[start : start + length])
+    body = text + saved[start + length :]
+    import zlib
+
+    return files._MAGIC + files._HEAD.pack(len(body), zlib.crc32(body), len(text)) + body
+
+
+def test_files_of_a_later_version_are_refused(tmp_path, saved):
+    later = with_description(saved, lambda text: text.replace(b'"version":1', b'"version":2', 1))
+    refused(tmp_path, later, "has version 2 of the format.*load it with GleanRL")
+
+
+def test_no_change_of_a_file_does_harm(tmp_path, saved):
+    draw = random.Random(5)
+
+    def change(text):
+        found = bytearray(text)
+        for _ in range(draw.randint(1, 4)):
+            found[draw.randrange(len(found))] = draw.choice(b'0123456789[]{}",:ntf')
+        return bytes(found)
+
+    with small() as collector:
+        for _ in range(60):
+            (tmp_path / "bad").write_bytes(with_description(saved, change))
+            with warnings.catch_warnings(), contextlib.suppress(ValueError, KeyError):
+                warnings.simplefilter("ignore")
+                collector.load(tmp_path / "bad")
+            collector.next()
+
+
+def test_another_number_of_workers_is_refused(tmp_path, saved):
+    (tmp_path / "state").write_bytes(saved)
+    with (
+        MultiSyncCollector("CartPole-v1", num_workers=2, frames_per_batch=8) as collector,
+        pytest.raises(ConfigError, match="of a Collector with 1 workers; this is a MultiSync"),
+    ):
+        collector.load(tmp_path / "state")
+
+
+def test_pickled_parts_need_consent_on_both_sides(tmp_path):
+    path = tmp_path / "state"
+    with Collector(Odd, frames_per_batch=20) as collector:
+        collector.next()
+        with pytest.raises(Exception, match=r"nothing was saved: env\[0\].when .*allow_pickle"):
+            collector.save(path)
+        assert not path.exists()
+        collector.save(path, allow_pickle=True)
+        expected = collector.next()["observation"][0].clone()
+    with Collector(Odd, frames_per_batch=20) as other:
+        with pytest.raises(ConfigError, match=r"pickled parts \(env\[0\].when .*run any code"):
+            other.load(path)
+        other.load(path, allow_pickle=True)
+        assert torch.equal(other.next()["observation"][0], expected)
+
+
+def test_environments_that_cannot_continue_are_named_once_when_saved(tmp_path):
+    env = gym.vector.AsyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)
+    with Collector(env, frames_per_batch=20) as collector:
+        with pytest.warns(UserWarning, match="will begin new episodes when the state is loaded"):
+            collector.save(tmp_path / "state")
+        collector.save(tmp_path / "state")
