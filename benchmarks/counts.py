@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -83,16 +84,32 @@ def calls_per_step(envs: int = 16, policy: Any = None, steps: int = 32) -> tuple
 
 
 def calls_of_watching(batches: int = 64) -> Calls:
-    """Count the calls per batch that measuring, adding up and showing make (`benchmarks.watching`).
+    """Count the calls per batch that measure a collection, add up its figures and show them.
 
     The cost of adding up many batches at once is divided by ``batches``.
     """
-    from benchmarks.watching import bare
-
     watched = _batch_calls(16, None, 8, batches)
-    with bare():
+    with _unwatched():
         without = _batch_calls(16, None, 8, batches)
     return Calls((watched.python - without.python) / batches, (watched.c - without.c) / batches)
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Have collectors measure nothing, add nothing up and show nothing."""
+    from gleanrl.core.returns import NONE_ENDED
+    from gleanrl.rollout.step_clock import StepClock
+    from gleanrl.rollout.tracker import Tracker
+    from gleanrl.transport.worker_loop import Worker
+    from gleanrl.watch.watching import Watching
+
+    with (
+        patch.object(StepClock, "begin", lambda _, act, step: (act, step)),
+        patch.object(Worker, "_complete", lambda *_: None),
+        patch.object(Tracker, "_ends_of", lambda *_: NONE_ENDED),
+        patch.object(Watching, "gathered", lambda *_: None),
+    ):
+        yield
 
 
 def _batch_calls(envs: int, policy: Any, steps: int, batches: int = 1) -> Calls:

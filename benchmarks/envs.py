@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,25 +53,15 @@ def cartpole_checked() -> gym.Env[Any, Any]:
 
 
 def half_cheetah() -> gym.Env[Any, Any]:
-    """Return HalfCheetah as all systems get it."""
-    with _silent():
-        return unchecked("HalfCheetah-v5")
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Drop the output of C code: MuJoCo prints a remark about this model per environment."""
-    kept = [os.dup(stream) for stream in (1, 2)]
-    sink = os.open(os.devnull, os.O_WRONLY)
+    """Return HalfCheetah as all systems get it, without MuJoCo's remark about its model."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as sink:
+        os.dup2(sink.fileno(), 2)
     try:
-        for stream in (1, 2):
-            os.dup2(sink, stream)
-        yield
+        return unchecked("HalfCheetah-v5")
     finally:
-        for stream, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, stream)
-            os.close(copy)
-        os.close(sink)
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def pong() -> gym.Env[Any, Any]:
@@ -130,7 +119,7 @@ class Still(gym.Env[Any, Any]):
     def __init__(self, shape: tuple[int, ...] = (4,), dtype: Any = np.float32) -> None:
         high = 255 if np.dtype(dtype) == np.uint8 else 1
         self.observation_space = gym.spaces.Box(0, high, shape, dtype)
-        self._seen = np.zeros(shape, dtype)
+        self._seen = np.ones(shape, dtype)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         return self._seen, {}
@@ -139,26 +128,6 @@ class Still(gym.Env[Any, Any]):
         return self._seen, 0.0, False, False, {}
 
 
-class Stamped(Still):
-    """Counts its steps in its observation.
-
-    An observation is ``size`` bytes: eight for the number of steps so far, eight for the number of
-    the environment, and ones.
-    """
-
-    def __init__(self, number: int, size: int) -> None:
-        super().__init__((size,), np.uint8)
-        self._seen[:] = 1
-        self._stamp = self._seen[:16].view(np.int64)
-        self._stamp[:] = 0, number
-        self._count = 0
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._count += 1
-        self._stamp[0] = self._count
-        return self._seen, 0.0, False, False, {}
-
-
-def stamped(count: int, size: int) -> list[Callable[[], Stamped]]:
-    """Return ``count`` factories of `Stamped`."""
-    return [partial(Stamped, number, size) for number in range(count)]
+def still_bytes(size: int) -> Callable[[], Still]:
+    """Return a factory of `Still` with observations of ``size`` bytes."""
+    return partial(Still, (size,), np.uint8)

@@ -206,15 +206,21 @@ def _window(system: System, seconds: float) -> tuple[float, float]:
 
 
 def _ratios(case: Case, rates: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return ours against every reference that ran, round by round, and summed up."""
-    found = {}
-    for item in case.references:
-        if OURS in rates and item.name in rates:
-            rounds = [a / b for a, b in zip(rates[OURS], rates[item.name], strict=True)]
-            values = summary(rounds)
-            met = None if item.target is None else values["median"] >= item.target
-            found[item.name] = {"target": item.target, **values, "met": met, "rounds": rounds}
-    return found
+    """Return ours against every reference that ran."""
+    return {
+        item.name: compared(
+            item.target, [a / b for a, b in zip(rates[OURS], rates[item.name], strict=True)]
+        )
+        for item in case.references
+        if OURS in rates and item.name in rates
+    }
+
+
+def compared(target: float | None, rounds: list[float]) -> dict[str, Any]:
+    """Return ratios round by round, summed up, and whether their median reaches the target."""
+    values = summary(rounds)
+    met = None if target is None else values["median"] >= target
+    return {"target": target, **values, "met": met, "rounds": rounds}
 
 
 def summary(values: list[float]) -> dict[str, Any]:

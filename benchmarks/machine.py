@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
@@ -32,34 +33,26 @@ _PACKAGES = (
 
 def origin() -> dict[str, Any]:
     """Return the time, the commit, the versions of everything and the machine with its load."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    found = metadata.distributions()
+    installed = {each.name.lower().replace("_", "-"): each.version for each in found}
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
             "gleanrl": gleanrl.__version__,
-            **dict(map(_version, _PACKAGES)),
+            **{name: installed.get(name) for name in _PACKAGES},
         },
         "machine": {
-            "cpu": models[0] if models else platform.machine(),
+            "cpu": model[1] if model else platform.machine(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)),
-            "torch_threads": torch.get_num_threads(),
             "system": platform.platform(terse=True),
             "load_average": list(os.getloadavg()),
         },
     }
-
-
-def _version(name: str) -> tuple[str, str | None]:
-    """Return a package and its version, ``None`` if it is not installed."""
-    try:
-        return name, metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return name, None
 
 
 def _commit() -> dict[str, Any] | None:

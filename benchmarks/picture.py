@@ -24,17 +24,12 @@ text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f
 .small { font-size: 11px; fill: #59636e; }
 .card { fill: #ffffff; stroke: #d1d9e0; } .grid { stroke: #d1d9e0; } .one { stroke: #59636e; }
 .ahead { fill: #2a9d5c; } .behind { fill: #d1495b; } .spread { stroke: #1f2328; stroke-width: 1.5; }
-.curve { fill: none; stroke-width: 2; } .dashed { stroke-dasharray: 5 3; stroke-width: 1; }
-.c0 { stroke: #2a9d5c; } .c1 { stroke: #3b82d6; } .c2 { stroke: #d1495b; } .c3 { stroke: #8d99ae; }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc; stroke: #0d1117; } .small { fill: #9198a1; }
   .card { fill: #0d1117; stroke: #3d444d; } .grid { stroke: #3d444d; } .one { stroke: #9198a1; }
   .spread { stroke: #f0f6fc; }
 }
 """
-
-
-Points = Sequence[tuple[float, float]]
 
 
 class Bar(NamedTuple):
@@ -117,52 +112,6 @@ def draw(title: str, groups: Sequence[Group], caption: Sequence[str]) -> str:
             lines += _row(each, y, x)
             y += _ROW
     return _card(title, lines, bottom, caption)
-
-
-def curves(title: str, panels: Mapping[str, Mapping[str, Points]], caption: Sequence[str]) -> str:
-    """Return one panel below the other, each with named curves on logarithmic axes, as SVG.
-
-    A curve whose name begins with "bound" is dashed.
-    """
-    lines = []
-    for number, (name, named) in enumerate(panels.items()):
-        top = _TOP + 250 * number
-        lines.append(_text(LEFT, top - 8, name, "head"))
-        lines += _panel(named, top)
-    return _card(title, lines, _TOP + 250 * len(panels) - 40, caption)
-
-
-def _panel(named: Mapping[str, Points], top: int) -> Iterator[str]:
-    """Yield the grid, the curves and the key of a panel of 150 by 392."""
-    points = [point for curve in named.values() for point in curve]
-    (left, right), (low, high) = (_decades([p[axis] for p in points]) for axis in (0, 1))
-
-    def at(x: float, y: float) -> str:
-        across = (math.log10(x) - left) / (right - left)
-        return (
-            f"{54 + 392 * across:.1f} {top + 150 - 150 * (math.log10(y) - low) / (high - low):.1f}"
-        )
-
-    for power in range(left, right + 1):
-        x = at(10**power, 10**low).split()[0]
-        yield _text(float(x), top + 166, f"{10**power:,}", "small", "middle")
-        yield f'<path class="grid" d="M{x} {top}v150"/>'
-    for power in range(low, high + 1):
-        y = float(at(10**left, 10**power).split()[1])
-        yield _text(
-            48, y + 4, short(10**power).replace(".00", "").replace(".0", ""), "small", "end"
-        )
-        yield f'<path class="grid" d="M54 {y}h392"/>'
-    for place, (name, curve) in enumerate(named.items()):
-        kind = f"curve c{place % 4}" + " dashed" * name.startswith("bound")
-        yield f'<path class="{kind}" d="M{"L".join(at(*point) for point in curve)}"/>'
-        x, y = LEFT + 38 + 140 * (place % 3), top + 186 + 16 * (place // 3)
-        yield f'<path class="{kind}" d="M{x} {y - 4}h16"/>'
-        yield _text(x + 20, y, name, "small")
-
-
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    return math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 
 
 def _card(title: str, lines: Sequence[str], bottom: int, caption: Sequence[str]) -> str:

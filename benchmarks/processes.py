@@ -102,11 +102,7 @@ def _await_end(pid: int) -> None:
 
 
 def in_fresh_process(
-    module: str,
-    function: str,
-    *arguments: Any,
-    timeout_s: float | None = None,
-    shown: bool = False,
+    module: str, function: str, *arguments: Any, timeout_s: float | None = None
 ) -> Any:
     """Call a function in an interpreter of its own, with one thread, and return its result.
 
@@ -117,26 +113,22 @@ def in_fresh_process(
         function: Its name.
         *arguments: Values of JSON.
         timeout_s: Seconds that it may take.
-        shown: Whether its standard error is shown.
 
     Raises:
-        RuntimeError: it failed, or took longer than ``timeout_s``.
+        RuntimeError: it failed, as its standard error says, or took longer than ``timeout_s``.
     """
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
     with tempfile.TemporaryDirectory() as folder:
-        result, errors = Path(folder) / "result.json", Path(folder) / "errors.txt"
-        program = ["-m", "benchmarks.processes", module, function, json.dumps(arguments)]
-        command = [sys.executable, "-W", "ignore", *program, str(result)]
-        options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-        with errors.open("wb") as written:
-            options["stderr"] = None if shown else written
-            with session(command, **options) as process:
-                try:
-                    why = f"ended with code {process.wait(timeout_s)}"
-                except subprocess.TimeoutExpired:
-                    why = f"took longer than {timeout_s} s"
+        result = Path(folder) / "result.json"
+        program = ["benchmarks.processes", module, function, json.dumps(arguments), str(result)]
+        command = [sys.executable, "-W", "ignore", "-m", *program]
+        with session(command, env={**os.environ, **threads}) as process:
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired as err:
+                raise RuntimeError(f"{module}.{function}: more than {timeout_s} s") from err
         if not result.exists():
-            last = errors.read_text(errors="replace").strip().rpartition("\n")[2]
-            raise RuntimeError(f"{' '.join(program)} {why}: {last}".removesuffix(": "))
+            raise RuntimeError(f"{module}.{function}: ended with code {code}")
         return json.loads(result.read_text())
 
 

@@ -16,14 +16,14 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.torchrl_scripts import rate
 
 from benchmarks import picture, scaling
-from benchmarks.harness import OURS, summary
+from benchmarks.harness import OURS, compared
 from benchmarks.picture import Group, markdown, spread, times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +37,7 @@ def take(name: str, results: Sequence[Path]) -> None:
     """Publish the runs of a suite; cases that were not run again stay as they are."""
     runs = [json.loads(file.read_text()) for file in results]
     path = PUBLISHED / f"{name}.json"
-    if name in _WHOLE:
-        if len(runs) > 1:
-            raise SystemExit(f"{name}: runs are not merged, give one file")
+    if name == "scripts":
         path.write_text(json.dumps(runs[-1], indent=1) + "\n")
         return
     cases = _published(name)["cases"] if path.exists() else {}
@@ -68,10 +66,7 @@ def merged(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found = {}
         for name, ratio in last.get(kind, {}).items():
             runs = [one[kind][name]["median"] for one in entries if name in one[kind]]
-            values, target = summary(runs), ratio["target"]
-            met = None if target is None else values["median"] >= target
-            between = [min(runs), max(runs)]
-            found[name] = {**ratio, **values, "met": met, "rounds": runs, "between": between}
+            found[name] = {**compared(ratio["target"], runs), "between": [min(runs), max(runs)]}
         return found
 
     rates = {
@@ -101,8 +96,10 @@ def table(name: str, only: str = "") -> str:
     """Return the part of a page with this name as Markdown; of `scaling` ``only`` one case."""
     if name in _ACROSS:
         lines = _ACROSS[name]()
-    elif name in _WHOLE:
-        lines = _WHOLE[name](_published(name), only)
+    elif name == "scripts":
+        lines = _scripts(_published(name))
+    elif name == "scaling":
+        lines = scaling.show(_published(name), only)
     else:
         entries = list(_published(name)["cases"].values())
         head, rows = _TABLES.get(name, (_AGAINST, _ratios))
@@ -208,10 +205,10 @@ def _training_included() -> list[str]:
 _ACROSS = {"missed": _all_missed, "limits": _limits, "training_included": _training_included}
 
 
-# -- tables of files that are not a suite of rates -------------------------------------------------
+# -- other tables --------------------------------------------------------------------------------
 
 
-def _scripts(document: dict[str, Any], _: str) -> list[str]:
+def _scripts(document: dict[str, Any]) -> list[str]:
     """Return a row per script that ran on GleanRL."""
     rows, both = [], []
     for entry in document["scripts"]:
@@ -226,64 +223,9 @@ def _scripts(document: dict[str, Any], _: str) -> list[str]:
     return [*markdown(head, rows), "", slower, *_origin([document])]
 
 
-def _training(document: dict[str, Any], _: str) -> list[str]:
-    """Return a row per collector: seconds until a return is reached."""
-    ratio = document["ratio"]
-    more = {"TorchRL": f"{times(ratio['median'])} ({times(ratio['min'])} to {times(ratio['max'])})"}
-    rows = (
-        (name, f"{s['median']:.1f} ({s['min']:.1f} to {s['max']:.1f})", more.get(name, ""))
-        for name, s in document["seconds"].items()
-    )
-    table = markdown(("collector", "seconds: median (least to most)", "times GleanRL's"), rows)
-    seeds = len(next(iter(document["runs"].values())))
-    reached = f"Until a return of {document['target']:g}, {seeds} seeds."
-    return [*table, "", reached, *_origin([document])]
-
-
-def _watching(document: dict[str, Any], _: str) -> list[str]:
-    """Return a row per size of batches: percent of the time that each part of watching takes."""
-    cases = document["cases"]
-    names = list(dict.fromkeys(n for one in cases.values() for n in one["rounds"][0]["parts"]))
-    rows = []
-    for case, found in cases.items():
-        parts = [[one["parts"][n] for one in found["rounds"] if n in one["parts"]] for n in names]
-        percent = found["percent"]
-        rows.append(
-            (
-                case,
-                f"{found['microseconds']['median']:,.0f}",
-                *(f"{summary(part)['median']:.2f} %" if part else "" for part in parts),
-                f"{percent['median']:.2f} % ({percent['q1']:.2f} to {percent['q3']:.2f})",
-                f"{found['turns']['median']:.1f} %" if "turns" in found else "",
-                f"{found['timeline']['median']:.2f} %",
-            )
-        )
-    head = "batches", "microseconds each", *names, "all (quartiles)", "by turns", "timeline"
-    return [*markdown(head, rows), "", *_origin([document])]
-
-
-def _scaling(document: dict[str, Any], only: str) -> list[str]:
-    """Return the simulated rows of one case, or of all, or the straggler factors."""
-    if only == "stragglers":
-        return [*scaling.show_stragglers(document[only]), "", _commits([document])]
-    if only:
-        return scaling.show(document["tables"][only])
-    return [line for name in document["tables"] for line in (name, *_scaling(document, name), "")]
-
-
-_WHOLE = {
-    "scripts": _scripts,
-    "training": _training,
-    "scaling": _scaling,
-    "watching": _watching,
-}
-
-
-def measured(name: str, document: dict[str, Any]) -> list[str]:
-    """Return the rows of a run that is not published, with all rates."""
-    if name in _WHOLE:
-        return _WHOLE[name](document, "")
-    return markdown(RATES, (row for one in document["cases"].values() for row in systems(one)))
+def rates(cases: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the rows of a run that is not published."""
+    return markdown(RATES, (row for one in cases for row in systems(one)))
 
 
 # -- where figures come from -----------------------------------------------------------------------
@@ -395,7 +337,6 @@ def pictures() -> Iterator[tuple[Path, str]]:
             groups.append(Group(head, bars))
             used += found
         yield PICTURES / f"{name}.svg", picture.draw(title, groups, _caption(*used))
-    yield PICTURES / "scaling.svg", scaling.draw(_published("scaling")["tables"])
 
 
 def _caption(*entries: dict[str, Any]) -> list[str]:

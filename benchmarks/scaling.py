@@ -1,16 +1,19 @@
 """Frames per second against the number of nodes: a model, simulated, beside closed-form bounds.
 
-Nothing here runs a collector: `docs/scaling.md` says what the model leaves out.
+``python -m benchmarks.scaling`` simulates every case and publishes the results. Nothing here runs a
+collector: `docs/scaling.md` says what the model leaves out.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -152,21 +155,21 @@ def _ratio(amount: float, rate: float) -> float:
 # -- the simulation --------------------------------------------------------------------------------
 
 
-def simulate(cluster: Cluster, rollouts: int = _ROLLOUTS, seed: int = 0) -> Measured:
+def simulate(cluster: Cluster, rollouts: int = _ROLLOUTS) -> Measured:
     """Run the model until every node has made about ``rollouts`` rollouts."""
-    durations = _durations(cluster, rollouts, seed)
+    durations = _durations(cluster, rollouts)
     if cluster.sync:
         return _rounds(cluster, durations)
     return _FirstCome(cluster, durations).run(rollouts * cluster.nodes)
 
 
-def _durations(cluster: Cluster, rollouts: int, seed: int) -> Any:
+def _durations(cluster: Cluster, rollouts: int) -> Any:
     """Return the duration of every rollout, ``[rollouts, nodes]``; the mean is exact."""
     shape = (rollouts, cluster.nodes)
     if cluster.spread == 0:
         return np.full(shape, cluster.rollout_s)
     sigma = math.sqrt(math.log1p(cluster.spread**2))
-    drawn = np.exp(np.random.default_rng(seed).normal(-(sigma**2) / 2, sigma, shape))
+    drawn = np.exp(np.random.default_rng(0).normal(-(sigma**2) / 2, sigma, shape))
     return cluster.rollout_s * drawn / drawn.mean()
 
 
@@ -302,7 +305,7 @@ class _FirstCome:
         self._send()
 
 
-# -- cases, tables and the picture -----------------------------------------------------------------
+# -- cases and tables ------------------------------------------------------------------------------
 
 TEN_GIGABIT = 1.25e9
 NETWORK = Cluster(
@@ -331,10 +334,10 @@ WAYS = {
 }
 
 
-def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
+def table(case: Cluster) -> list[dict[str, Any]]:
     """Return one row per number of nodes: rates, lags, and the bound that binds."""
     rows = []
-    for count in nodes:
+    for count in NODES:
         row: dict[str, Any] = {"nodes": count}
         for name, way in WAYS.items():
             cluster = replace(case, nodes=count, **way)
@@ -344,7 +347,6 @@ def table(case: Cluster, nodes: Sequence[int] = NODES) -> list[dict[str, Any]]:
             row[name] = found.frames_per_s
             row[f"{name} lag"] = found.lag
             row[f"{name} binds"] = binding(cluster)
-            row[f"{name} bounds"] = bounds(cluster)
         rows.append(row)
     return rows
 
@@ -356,8 +358,13 @@ def _rollouts(cluster: Cluster) -> int:
     return int(min(_MOST_ROLLOUTS, max(_ROLLOUTS, 3 * sent / round_s)))
 
 
-def show(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows as lines of Markdown."""
+def show(document: dict[str, Any], name: str) -> list[str]:
+    """Return a case's rows as lines of Markdown, or the straggler factors."""
+    if name == "stragglers":
+        factors = document[name]
+        columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
+        nodes = (f"{count:,}" for count in NODES)
+        return picture.markdown(["nodes", *factors], zip(nodes, *columns, strict=True), "---:")
     head = "nodes", "sync", "binds", "sync, one object", "async", "binds", "lag", "lag, one object"
     cells = (
         (
@@ -366,33 +373,18 @@ def show(rows: Sequence[dict[str, Any]]) -> list[str]:
             *(short(row["async"]), row["async binds"]),
             *(f"{row[f'{way} lag']:.1f}" for way in ("async", "async, one object")),
         )
-        for row in rows
+        for row in document["tables"][name]
     )
     return picture.markdown(head, cells, "---:")
 
 
-def show_stragglers(factors: dict[str, list[float]]) -> list[str]:
-    """Return straggler factors, by spread and then by number of nodes, as lines of Markdown."""
-    columns = [[f"{factor:.2f}" for factor in column] for column in factors.values()]
-    rows = zip((f"{count:,}" for count in NODES), *columns, strict=True)
-    return picture.markdown(["nodes", *factors], rows, "---:")
-
-
-def draw(tables: dict[str, Sequence[dict[str, Any]]]) -> str:
-    """Return rates over nodes as SVG, with the bounds of the asynchronous way as dashed lines."""
-    panels = {}
-    for name, rows in tables.items():
-        curves = {way: [(row["nodes"], row[way]) for row in rows] for way in list(WAYS)[:3]}
-        for bound in ("node", "link in", "learner"):
-            values = [(row["nodes"], row["async bounds"][bound]) for row in rows]
-            top = 4 * max(row["async"] for row in rows)
-            curves[f"bound: {bound}"] = [point for point in values if point[1] <= top]
-        panels[name] = {key: curve for key, curve in curves.items() if curve}
-    notes = ["Simulated, not measured. Across: nodes. Up: frames per second. Both logarithmic."]
-    return picture.curves("Frames per second over nodes", panels, notes)
-
-
-def measure(*_: float) -> dict[str, Any]:
-    """Simulate every case; there are no rounds to repeat, and no seconds to measure for."""
+def main() -> None:
+    """Simulate every case and publish the results."""
     factors = {f"{spread}": [straggler_factor(n, spread) for n in NODES] for spread in SPREADS}
-    return {"stragglers": factors, "tables": {name: table(case) for name, case in CASES.items()}}
+    tables = {name: table(case) for name, case in CASES.items()}
+    text = json.dumps({"stragglers": factors, "tables": tables}, indent=1)
+    Path(__file__).with_name("published").joinpath("scaling.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,11 +24,6 @@ SEEN = ["observation"]
 PENDULUM, CARTPOLE = "Pendulum-v1", "CartPole-v1"
 
 
-def photos() -> gym.Env[Any, Any]:
-    """Return an environment that shows images in colour, with discrete actions."""
-    return Still((16, 16, 3), np.uint8)
-
-
 class Pair(gym.ObservationWrapper[Any, Any, Any]):
     """Shows two arrays."""
 
@@ -41,55 +36,79 @@ class Pair(gym.ObservationWrapper[Any, Any, Any]):
         return {"one": observation, "two": observation}
 
 
-EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ActionDiscretizer": (PENDULUM, {"num_intervals": 3}),
-    "ActionScaling": (PENDULUM, {}),
-    "BinarizeReward": (PENDULUM, {}),
-    "CatFrames": (photos, {"N": 4, "dim": -3, "in_keys": ["pixels"]}),
-    "CatTensors": (PENDULUM, {"in_keys": SEEN, "out_key": "vector", "del_keys": False}),
-    "CenterCrop": (photos, {"w": 4, "in_keys": ["pixels"]}),
-    "ClipTransform": (PENDULUM, {"in_keys": SEEN, "low": -1, "high": 1}),
-    "Compose": (PENDULUM, {}),
-    "Crop": (photos, {"w": 4, "in_keys": ["pixels"]}),
-    "DTypeCastTransform": (
-        PENDULUM,
-        {"dtype_in": torch.float32, "dtype_out": torch.float64, "in_keys": SEEN},
+class Masked(gym.ObservationWrapper[Any, Any, Any]):
+    """Allows every action, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(Still())
+        mask, seen = gym.spaces.MultiBinary(2), self.env.observation_space
+        self.observation_space = gym.spaces.Dict(observation=seen, action_mask=mask)
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return {"observation": observation, "action_mask": np.ones(2, np.int8)}
+
+
+class Mortal(Still):
+    """Has lives, as Atari's environments do."""
+
+    @property
+    def ale(self) -> Mortal:
+        return self
+
+    def lives(self) -> int:
+        return 3
+
+
+def on(make: Any, *arguments: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Return where a transform is tried, an id or a function, and its arguments."""
+    return make, arguments, options
+
+
+PLAIN = """
+ActionScaling BinarizeReward Compose DoubleToFloat FiniteTensorDictCheck InitTracker
+NoopResetEnv RemoveEmptySpecs RewardSum StepCounter TensorDictPrimer TrajCounter
+"""
+"""Transforms without arguments."""
+photos = partial(Still, (16, 16, 3), np.uint8)
+"""Makes an environment that shows images in colour, with discrete actions."""
+EXAMPLES = {
+    **dict.fromkeys(PLAIN.split(), on(PENDULUM)),
+    "ActionDiscretizer": on(PENDULUM, num_intervals=3),
+    "ActionMask": on(Masked),
+    "CatFrames": on(photos, N=4, dim=-3, in_keys=["pixels"]),
+    "CatTensors": on(PENDULUM, in_keys=SEEN, out_key="vector", del_keys=False),
+    "CenterCrop": on(photos, w=4, in_keys=["pixels"]),
+    "ClipTransform": on(PENDULUM, in_keys=SEEN, low=-1, high=1),
+    "Crop": on(photos, w=4, in_keys=["pixels"]),
+    "DTypeCastTransform": on(
+        PENDULUM, dtype_in=torch.float32, dtype_out=torch.float64, in_keys=SEEN
     ),
-    "DiscreteActionProjection": (CARTPOLE, {"num_actions_effective": 2, "max_actions": 3}),
-    "DoubleToFloat": (PENDULUM, {}),
-    "ExcludeTransform": (Pair, {"excluded": "two"}),
-    "ExpandAs": (PENDULUM, {"in_key": "reward", "ref_key": "observation", "out_key": "wide"}),
-    "FiniteTensorDictCheck": (PENDULUM, {}),
-    "FlattenObservation": (photos, {"first_dim": -3, "last_dim": -1, "in_keys": ["pixels"]}),
-    "FrameSkipTransform": (PENDULUM, {"frame_skip": 2}),
-    "GrayScale": (lambda: Still((3, 16, 16), np.float32), {"in_keys": SEEN}),
-    "InitTracker": (PENDULUM, {}),
-    "LineariseRewards": (PENDULUM, {"in_keys": ["reward"]}),
-    "NoopResetEnv": (PENDULUM, {}),
-    "ObservationNorm": (PENDULUM, {"loc": 0.0, "scale": 1.0, "in_keys": SEEN}),
-    "PermuteTransform": (photos, {"dims": (-1, -3, -2), "in_keys": ["pixels"]}),
-    "RemoveEmptySpecs": (PENDULUM, {}),
-    "RenameTransform": (PENDULUM, {"in_keys": SEEN, "out_keys": ["seen"]}),
-    "Resize": (photos, {"w": 4, "in_keys": ["pixels"]}),
-    "RewardClipping": (PENDULUM, {"clamp_min": -1, "clamp_max": 1}),
-    "RewardScaling": (PENDULUM, {"loc": 0.0, "scale": 1.0}),
-    "RewardSum": (PENDULUM, {}),
-    "SelectTransform": (Pair, {"selected": "one"}),
-    "SignTransform": (PENDULUM, {"in_keys": ["reward"]}),
-    "SqueezeTransform": (photos, {"dim": -1, "in_keys": ["pixels"]}),
-    "StepCounter": (PENDULUM, {}),
-    "TargetReturn": (PENDULUM, {"target_return": 1.0}),
-    "TimeMaxPool": (PENDULUM, {"in_keys": SEEN}),
-    "ToTensorImage": (photos, {}),
-    "TrajCounter": (PENDULUM, {}),
-    "UnaryTransform": (PENDULUM, {"in_keys": SEEN, "out_keys": ["twice"], "fn": torch.neg}),
-    "UnsqueezeTransform": (PENDULUM, {"dim": -1, "in_keys": SEEN}),
-    "VecNorm": (PENDULUM, {"in_keys": SEEN}),
-    "VecNormV2": (PENDULUM, {"in_keys": SEEN}),
+    "DiscreteActionProjection": on(CARTPOLE, num_actions_effective=2, max_actions=3),
+    "EndOfLifeTransform": on(Mortal),
+    "ExcludeTransform": on(Pair, "two"),
+    "ExpandAs": on(PENDULUM, in_key="reward", ref_key="observation", out_key="wide"),
+    "FlattenObservation": on(photos, first_dim=-3, last_dim=-1, in_keys=["pixels"]),
+    "FrameSkipTransform": on(PENDULUM, frame_skip=2),
+    "GrayScale": on(lambda: Still((3, 16, 16), np.float32), in_keys=SEEN),
+    "LineariseRewards": on(PENDULUM, in_keys=["reward"]),
+    "ObservationNorm": on(PENDULUM, loc=0.0, scale=1.0, in_keys=SEEN),
+    "PermuteTransform": on(photos, dims=(-1, -3, -2), in_keys=["pixels"]),
+    "RenameTransform": on(PENDULUM, in_keys=SEEN, out_keys=["seen"]),
+    "Resize": on(photos, w=4, in_keys=["pixels"]),
+    "RewardClipping": on(PENDULUM, clamp_min=-1, clamp_max=1),
+    "RewardScaling": on(PENDULUM, loc=0.0, scale=1.0),
+    "SelectTransform": on(Pair, "one"),
+    "SignTransform": on(PENDULUM, in_keys=["reward"]),
+    "SqueezeTransform": on(photos, dim=-1, in_keys=["pixels"]),
+    "TargetReturn": on(PENDULUM, target_return=1.0),
+    "TimeMaxPool": on(PENDULUM, in_keys=SEEN),
+    "ToTensorImage": on(photos),
+    "UnaryTransform": on(PENDULUM, in_keys=SEEN, out_keys=["twice"], fn=torch.neg),
+    "UnsqueezeTransform": on(PENDULUM, dim=-1, in_keys=SEEN),
+    "VecNorm": on(PENDULUM, in_keys=SEEN),
+    "VecNormV2": on(PENDULUM, in_keys=SEEN),
 }
 """Where a transform is tried, and its arguments."""
-_POSITIONAL = {"excluded", "selected"}
-"""Names here of arguments that transforms take without one."""
 
 
 def transforms() -> Iterator[tuple[str, Any]]:
@@ -103,13 +122,14 @@ def transforms() -> Iterator[tuple[str, Any]]:
 
 def example(name: str, kind: Any) -> Any:
     """Return an environment with a transform of class ``kind`` around it."""
+    from torchrl.data import Unbounded
     from torchrl.envs import GymWrapper, TransformedEnv
 
-    make, kwargs = EXAMPLES[name]
+    make, arguments, options = EXAMPLES[name]
     base: Callable[[], Any] = partial(gym.make, make) if isinstance(make, str) else make
-    positional = [value for key, value in kwargs.items() if key in _POSITIONAL]
-    named = {key: value for key, value in kwargs.items() if key not in _POSITIONAL}
-    return TransformedEnv(GymWrapper(base()), kind(*positional, **named))
+    if name == "TensorDictPrimer":
+        options = {"hidden": Unbounded((4,)), "expand_specs": True}
+    return TransformedEnv(GymWrapper(base()), kind(*arguments, **options))
 
 
 def outcome(name: str, kind: Any) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def main() -> None:
     path = CURVES / f"{given.name}.json"
     doc = json.loads(path.read_text()) if given.plot_only else _describe(given.name)
     for seed in range(0 if given.plot_only else given.seeds):
-        rows = in_fresh_process("tools.curves", "run", given.name, given.frames, seed, shown=True)
+        rows = in_fresh_process("tools.curves", "run", given.name, given.frames, seed)
         print(f"{given.name} seed {seed}: {dict(zip(COLUMNS, rows[-1], strict=True))}", flush=True)
         doc["runs"].append({"seed": seed, **_columns(rows)})
         text = json.dumps(doc, indent=1)

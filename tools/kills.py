@@ -87,33 +87,35 @@ def factories(case: Case, note: Path) -> list[Callable[[], Any]]:
     return made
 
 
-def iterate(make: Callable[..., Any], case: Case, note: Path, **options: Any) -> None:
-    """Collect and update weights until something raises; close the collector in any case."""
-    act = policies.POLICY
+def collect(make: Callable[..., Any], case: Case, note: Path, **options: Any) -> None:
+    """Collect and update weights until something raises; close the collector in any case.
+
+    Args:
+        make: The class of the collector.
+        case: What to do.
+        note: Where the victim writes down the time.
+        options: Of the collector; with a ``replay_buffer`` it collects in the background.
+    """
+    act, buffer = policies.POLICY, options.get("replay_buffer")
     collector = make(factories(case, note), act, frames_per_batch=64, total_frames=-1, **options)
     try:
-        for _ in collector:
-            collector.update_policy_weights_(act)
-    finally:
-        collector.shutdown()
-
-
-def fill(make: Callable[..., Any], case: Case, note: Path) -> None:
-    """Fill a buffer in the background until something raises."""
-    buffer = gleanrl.ReplayBuffer(storage=gleanrl.LazyTensorStorage(10_000), batch_size=32)
-    act = policies.POLICY
-    collector = make(
-        factories(case, note), act, frames_per_batch=64, total_frames=-1, replay_buffer=buffer
-    )
-    collector.start()
-    try:
+        if buffer is not None:
+            collector.start()
         while True:
             collector.update_policy_weights_(act)
-            if len(buffer):
+            if buffer is None:
+                collector.next()
+            elif len(buffer):
                 buffer.sample()
             time.sleep(0.001)  # the time of a learner's step
     finally:
         collector.shutdown()
+
+
+def fill(case: Case, note: Path) -> None:
+    """Fill a buffer in the background until something raises."""
+    buffer = gleanrl.ReplayBuffer(storage=gleanrl.LazyTensorStorage(10_000), batch_size=32)
+    collect(gleanrl.MultiAsyncCollector, case, note, replay_buffer=buffer)
 
 
 def step_parallel(case: Case, note: Path) -> None:
@@ -127,11 +129,11 @@ def step_parallel(case: Case, note: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Case, Path], None]] = {
-    "sync": partial(iterate, gleanrl.MultiSyncCollector),
-    "async": partial(iterate, gleanrl.MultiAsyncCollector),
-    "background": partial(fill, gleanrl.MultiAsyncCollector),
-    "nodes": partial(iterate, gleanrl.DistributedCollector, sync=True, launcher="mp"),
-    "nodes async": partial(iterate, gleanrl.DistributedCollector, sync=False, launcher="mp"),
+    "sync": partial(collect, gleanrl.MultiSyncCollector),
+    "async": partial(collect, gleanrl.MultiAsyncCollector),
+    "background": fill,
+    "nodes": partial(collect, gleanrl.DistributedCollector, sync=True, launcher="mp"),
+    "nodes async": partial(collect, gleanrl.DistributedCollector, sync=False, launcher="mp"),
     "ParallelEnv": step_parallel,
 }
 
@@ -150,17 +152,11 @@ def learn(case: Case, note: Path) -> str:
         KINDS[case.kind](case, note)
     except gleanrl.WorkerDied as err:
         seconds, text = time.monotonic() - float(note.read_text()), str(err)
-    else:
-        return f"{trials.WRONG}ended without an error"
-    if not (f"worker {case.index}" in text or f"node {case.index}" in text):
-        return f"{trials.WRONG}named wrongly: {text}"
-    if "signal 9" not in text:
-        return f"{trials.WRONG}names no signal: {text}"
-    if seconds > LATE_S:
-        return f"{trials.WRONG}named after {seconds:.1f} s"
+    named = f"worker {case.index}" in text or f"node {case.index}" in text
+    assert named and "signal 9" in text, f"named wrongly: {text}"
+    assert seconds <= LATE_S, f"named after {seconds:.1f} s"
     gc.collect()  # tracebacks hold the collector
-    if descriptors() > before + 4:  # the zygote's stay
-        return f"{trials.WRONG}{descriptors() - before} descriptors stay open"
+    assert descriptors() <= before + 4, "descriptors stay open"  # the zygote's stay
     return f"right\n{seconds}"
 
 
@@ -172,14 +168,11 @@ def alone() -> bool:
     return not descendants(os.getpid())
 
 
-def until(condition: Callable[[], Any], seconds: float) -> bool:
-    """Wait for ``condition``, at most ``seconds``; tell whether it came."""
+def until(condition: Callable[[], Any], seconds: float) -> None:
+    """Wait for ``condition``, at most ``seconds``."""
     end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
+    while not condition() and time.monotonic() < end:
         time.sleep(0.002)
-    return True
 
 
 def outcome(case: Case) -> str:
@@ -193,20 +186,18 @@ def outcome(case: Case) -> str:
         note = Path(folder, "note")
         shared = set(os.listdir("/dev/shm"))
         said = trials.answer(partial(learn, case, note), CASE_S)
-        gone = until(alone, LATE_S)
+        until(alone, LATE_S)
         if case.victim == "learner":
-            if not (said.startswith(f"{trials.WRONG}ended with code -9") and note.exists()):
-                return f"{trials.WRONG}was not killed: {said}"
+            killed = said.startswith(f"{trials.WRONG}ended with code -9") and note.exists()
+            assert killed, f"was not killed: {said}"
             said = f"right\n{time.monotonic() - float(note.read_text())}"
-    if not gone and not said.startswith(trials.WRONG):
-        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(os.getpid())]
-        said = f"{trials.WRONG}processes stay: {names}"
-    for pid in descendants(os.getpid()):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    rest = set(os.listdir("/dev/shm")) - shared
-    if rest and not said.startswith(trials.WRONG):
-        said = f"{trials.WRONG}stays in /dev/shm: {sorted(rest)}"
+    stay = [(pid, Path(f"/proc/{pid}/cmdline").read_text()) for pid in descendants(os.getpid())]
+    for pid, _ in stay:
+        os.kill(pid, signal.SIGKILL)
+    if not said.startswith(trials.WRONG):
+        assert not stay, f"processes stay: {stay}"
+        rest = set(os.listdir("/dev/shm")) - shared
+        assert not rest, f"stays in /dev/shm: {sorted(rest)}"
     return said
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import shutil
 import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -201,16 +202,12 @@ def _group_of(module: str, path: str) -> tuple[str, int]:
 
 
 def write(folder: Path) -> None:
-    """Write the reference's sources into ``folder``; files that are right stay untouched."""
-    pages = dict(_pages())
-    for path in folder.rglob("*.*"):
-        if str(path.relative_to(folder)) not in pages:
-            path.unlink()
-    for name, text in pages.items():
+    """Write the reference's sources into ``folder``, which holds nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, text in _pages():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        path.write_text(text)
 
 
 def _pages() -> Iterator[tuple[str, str]]:

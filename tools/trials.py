@@ -76,31 +76,8 @@ def main(
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run this trial alone")
     given = parser.parse_args()
     first = given.seed * _PER_SEED
-    numbers = range(first, first + given.cases)
-    if given.only is not None:
-        numbers = range(given.only, given.only + 1)
+    numbers = range(first, first + given.cases) if given.only is None else [given.only]
     end = time.monotonic() + 60 * given.minutes
-    found = []
-    ran = run(numbers, draw, limit_s, 1 if alone else given.jobs, end)
-    # A thread that redraws would be copied by forks, with its locks as they are.
-    for one in rich.progress.track(ran, tool, total=cases and given.cases, auto_refresh=False):
-        found.append(one)
-        if one.wrong:
-            rich.print(rich.markup.escape(f"{one.number}: {one.kind}: {one.said}"))
-    outcomes = Counter("wrong" if one.wrong else one.said.splitlines()[0] for one in found)
-    for said, count in outcomes.most_common():
-        print(f"{count:6}  {said}")
-    return found
-
-
-def run(
-    numbers: Iterable[int],
-    draw: Callable[[int], tuple[str, Call]],
-    limit_s: float,
-    jobs: int = 1,
-    end: float = math.inf,
-) -> Iterator[Found]:
-    """Run the trials of ``numbers``; none begins after ``end``, a time of the monotonic clock."""
     kinds = {}
 
     def calls() -> Iterator[tuple[int, Call]]:
@@ -110,8 +87,19 @@ def run(
             kinds[number], call = draw(number)
             yield number, call
 
-    for number, said in answers(calls(), limit_s, jobs):
-        yield Found(number, kinds.pop(number), said)
+    found = []
+    said_by = answers(calls(), limit_s, 1 if alone else given.jobs)
+    # A thread that redraws would be copied by forks, with its locks as they are.
+    for number, said in rich.progress.track(
+        said_by, tool, total=cases and given.cases, auto_refresh=False
+    ):
+        found.append(Found(number, kinds.pop(number), said))
+        if found[-1].wrong:
+            rich.print(rich.markup.escape(f"{number}: {found[-1].kind}: {said}"))
+    outcomes = Counter("wrong" if one.wrong else one.said.splitlines()[0] for one in found)
+    for said, count in outcomes.most_common():
+        print(f"{count:6}  {said}")
+    return found
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def _seeded(worker: int) -> Sequence[envs.Make]:
 
 def cartpole(name: str, title: str, where: str, kind: str, *references: Reference) -> Case:
     """Return ours, on workers of one kind, against others; first batches are compared."""
-    check = checks.RealBatches(NET, WORKERS * ENVS, STEPS, WORKERS)
+    check = partial(checks.worker_batches, net=NET)
     ours_on = partial(gleanrl, where, kind)
     return Case(name, title, ours_on, references, check, stopped=where != "ray")
 
@@ -214,16 +214,16 @@ def _apart(worker: int) -> Any:
 
 
 def still(where: str, kind: str, size: int, steps: int) -> ours.Batches:
-    """Return ours over workers with one `envs.Stamped` of ``size`` bytes each; it counts bytes."""
+    """Return ours over workers with one `envs.still_bytes` of ``size`` each; it counts bytes."""
     frames = steps * (WORKERS if kind == "sync" else 1)
-    batches = ours.over(where, kind, envs.stamped(WORKERS, size), None, frames)
+    batches = ours.over(where, kind, [envs.still_bytes(size)] * WORKERS, None, frames)
     return batches.then(lambda frames: 2 * size * frames)
 
 
-def delivered(name: str, work: str, build: Build, reference: Reference, check: Any) -> Case:
+def delivered(name: str, work: str, build: Build, reference: Reference) -> Case:
     """Return the case of bytes per second, of observations and successors."""
     title = f"no-op environment, {work}; bytes per second"
-    return Case(name, title, build, [reference], check, stopped=True)
+    return Case(name, title, build, [reference], stopped=True)
 
 
 def copied(kind: str, name: str) -> Case:
@@ -235,7 +235,6 @@ def copied(kind: str, name: str) -> Case:
         f"{name} observations, 2 workers, {kind}",
         partial(still, "process", kind, size, steps),
         Reference("memcpy", lambda: bare.copies(size, steps), 0.8),
-        checks.real_bytes,
     )
 
 
@@ -247,7 +246,6 @@ def sent(kind: str, name: str) -> Case:
         f"{name} per rollout, 2 nodes, {kind}",
         partial(still, "nodes", kind, size, steps),
         Reference("bare send and recv", lambda: bare.sends(2 * size * steps), 0.8),
-        checks.real_bytes,
     )
 
 
@@ -259,7 +257,6 @@ def made_and_sent(name: str) -> Case:
         f"{name} per rollout, 2 nodes, async",
         partial(still, "nodes", "async", size, steps),
         Reference("in-process collectors and bare send", lambda: bare.collected(size, steps)),
-        None,
     )
 
 
@@ -267,7 +264,7 @@ def one_frame() -> Case:
     """The least that a batch takes: a message to a worker, and its answer."""
 
     def ours_of(count: int) -> Build:
-        return lambda: ours.over("process", "async", envs.stamped(count, 16), None, 1)
+        return lambda: ours.over("process", "async", [envs.still_bytes(16)] * count, None, 1)
 
     return Case(
         "one-frame",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from benchmarks.envs import stamped
+from benchmarks.envs import still_bytes
 from benchmarks.harness import System
 
 BUFFERS = 3
@@ -156,8 +156,7 @@ def collected(size: int, steps: int) -> System:
     def work(rank: int) -> None:
         from gleanrl.collectors import Collector
 
-        env = stamped(rank, size)[rank - 1]
-        for batch in Collector(env, None, frames_per_batch=steps, total_frames=-1):
+        for batch in Collector(still_bytes(size), None, frames_per_batch=steps, total_frames=-1):
             dist.send(batch["observation"], 0)
             dist.send(batch["next", "observation"], 0)
 

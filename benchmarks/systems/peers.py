@@ -63,13 +63,6 @@ def torchrl_serial(factories: Sequence[EnvFactory], quiet: bool = False) -> Any:
     return SerialEnv(len(makers), makers, use_buffers=True)
 
 
-def torchrl_transformed(env: Any) -> Any:
-    """Return ``env`` with the two transforms most TorchRL scripts have."""
-    from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
-
-    return TransformedEnv(env, Compose(StepCounter(), RewardSum()))
-
-
 DistributionOf = Callable[[Any], Any]
 """Makes a network's output the distribution of actions."""
 

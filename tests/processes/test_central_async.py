@@ -30,9 +30,8 @@ from gleanrl import (
     WorkerDied,
 )
 from gleanrl.collectors import AsyncBatchedCollector, Interruptor
-from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.data import Binary, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from gleanrl.envs import EnvBase
-from gleanrl.envs.specs import Binary, Composite, Unbounded
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

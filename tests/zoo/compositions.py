@@ -1,6 +1,7 @@
 """TorchRL environments of transforms drawn at random, for the law of the zoo.
 
-The 3,000 from seed 100000 on, up to seed 106748, were checked on 2026-11-27. Two broke the law:
+The 3,000 from seed 100000 on, up to seed 106748, were checked on 2026-11-27, before the transforms
+in `LEADING`, counters, lives and primers were drawn. Two broke the law:
 they have a policy that keeps what it was shown, and an environment that uses its memory again, and
 are tagged since.
 """
@@ -23,6 +24,7 @@ from tests.zoo.cases import SEED, Action, Environment, Policy
 from tests.zoo.laws import fits
 from tests.zoo.policies import POLICIES
 from tests.zoo.reference import ReusingTwin
+from torchrl.data import Unbounded
 from torchrl.envs import (
     BinarizeReward,
     CatFrames,
@@ -31,12 +33,14 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     DTypeCastTransform,
+    EndOfLifeTransform,
     ExcludeTransform,
     FlattenObservation,
     FrameSkipTransform,
     GrayScale,
     GymWrapper,
     InitTracker,
+    NoopResetEnv,
     ObservationNorm,
     PermuteTransform,
     RenameTransform,
@@ -47,8 +51,10 @@ from torchrl.envs import (
     SignTransform,
     StepCounter,
     TargetReturn,
+    TensorDictPrimer,
     TimeMaxPool,
     ToTensorImage,
+    TrajCounter,
     TransformedEnv,
     UnsqueezeTransform,
     VecNorm,
@@ -104,11 +110,31 @@ BASES: list[tuple[Callable[[], gym.Env], Action]] = [
     (lambda: gym_toys.PaysWith(int, action=FEW), HOT),
     (lambda: gym_toys.Louder(gym_toys.Small(FEW)), INDEX),
     (of_toy(gym_toys.Draws, FEW), INDEX),
+    (of_toy(gym_toys.Lives, FEW), HOT),
     (partial(gym.make, "CartPole-v1"), Action("index", n=2, dtype=torch.int64)),
     (partial(gym.make, "Pendulum-v1"), Action("continuous", (1,), scale=2)),
 ]
 
+LEADING: list[Callable[[], Any]] = [
+    partial(FrameSkipTransform, 2),
+    partial(FrameSkipTransform, 3),
+    partial(NoopResetEnv, 2),
+    partial(NoopResetEnv, 1, random=False),
+]
+"""These come first, around one environment."""
+
+
+def primer(first: float) -> Any:
+    """Return a transform that gives the states of the zoo's recurrent policies."""
+    states = {"hidden": Unbounded((8,)), "cell": Unbounded((8,))}
+    return TensorDictPrimer(states, default_value=first, expand_specs=True)
+
+
 ANY: list[Callable[[], Any]] = [
+    TrajCounter,
+    EndOfLifeTransform,
+    partial(primer, 0.0),
+    partial(primer, 0.5),
     DoubleToFloat,
     StepCounter,
     partial(StepCounter, 4),
@@ -145,7 +171,7 @@ VECTORS: list[Callable[[], Any]] = [
     partial(CatFrames, 3, -1, in_keys=["column"]),
     partial(CatFrames, 2, -1, in_keys=SEEN, out_keys=["two"], padding="constant"),
     partial(TimeMaxPool, in_keys=SEEN, T=3),
-    # These are not known: the environment is stepped by its own methods.
+    # With these the environment is stepped by its own methods: one is not known, one not first.
     partial(FrameSkipTransform, 2),
     partial(Louder, 0.5, 2.0),
 ]
@@ -170,7 +196,8 @@ class Composition:
         self.base, self.action = draw.choice(BASES)
         space = self.base().observation_space
         pool = PICTURES if len(space.shape or ()) == 3 else VECTORS
-        self.inside = self.draw(draw, pool)
+        self.leading = draw.sample(LEADING, draw.choice((0, 0, 0, 1, 2)))
+        self.inside = [*self.leading, *self.draw(draw, pool)]
         self.around = self.draw(draw, pool)
         self.nested = draw.random() < 0.3
         self.count = draw.choice((0, 0, 1, 2, 3))
@@ -227,7 +254,8 @@ class Composition:
         tags = {
             "init": "is_init" in keys,
             "cut": bool(own),
-            "draws": isinstance(base, gym_toys.Draws),
+            "draws": isinstance(base, gym_toys.Draws) or bool(self.leading),
+            "primed": "hidden" in keys,
             "reuses": isinstance(base, gym_toys.ReusedObservation),
         }
         return Environment(

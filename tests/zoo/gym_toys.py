@@ -106,6 +106,32 @@ class EndsWithNumpy(Small):
         return seen, paid, np.bool_(terminated), np.bool_(truncated), info
 
 
+class Lives(Small):
+    """Tells how many lives are left, as Atari environments do."""
+
+    @property
+    def ale(self) -> Lives:
+        """Return what has the method."""
+        return self
+
+    def lives(self) -> int:
+        """Return how many lives are left."""
+        return (self.length - self.count) // 2
+
+
+class Masked(Small):
+    """Shows which of three actions are allowed."""
+
+    def __init__(self, action: gym.Space | None = None):
+        allowed = spaces.Dict(observation=BOX, action_mask=spaces.MultiBinary(3))
+        super().__init__(action, allowed)
+
+    def show(self) -> Any:
+        seen = self.x.astype(np.float32)
+        mask = np.array([1, seen[0] > 0, seen[1] > 0], np.int8)
+        return {"observation": seen, "action_mask": mask}
+
+
 class Doubles(Small):
     """Shows float64 numbers."""
 

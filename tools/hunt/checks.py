@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 import gleanrl
 from tools.hunt.cases import GAMMA, N_STEPS, Case
@@ -66,23 +66,19 @@ class Frame:
 
 
 def _of_agents(batch: TensorDictBase) -> TensorDictBase:
-    """Return a flat batch with the names of one environment, a row for each agent."""
-    root, after = batch[GROUP], batch["next", GROUP]
-    rows = root.clone(False).set("next", after.clone(False))
-    for key in ("policy_version", ("collector", "traj_ids"), ("collector", "mask")):
-        value = batch.get(key, None)
-        if value is not None:
-            rows.set(key, value.reshape(-1, 1).expand(-1, len(AGENTS)))
-    for key in ("scaled", "drawn", "mode", "step_count", "steps_to_next_obs"):
-        value = batch.get(key, None)
-        if value is not None:
-            each = value if value.numel() == rows.numel() else value.reshape(-1, 1)
-            rows.set(
-                key, each.expand(rows.shape) if each is not value else each.reshape(rows.shape)
-            )
-    rows.batch_size = rows.batch_size[:2]
+    """Return a flat batch with the names of one environment: all rows of one agent, then others."""
+
+    def of(at: int) -> TensorDictBase:
+        rows = TensorDict({}, batch.batch_size)
+        for key, value in batch.items(True, True):
+            path = (key,) if isinstance(key, str) else key
+            names = tuple(name for name in path if name != GROUP)
+            several = value.ndim > 1 and value.shape[1] == len(AGENTS)
+            rows[names] = value[:, at] if several else value
+        return rows
+
     # One agent after the other, so that each goes on in time.
-    return torch.cat([rows[:, at] for at in range(len(AGENTS))])
+    return torch.cat([of(at) for at in range(len(AGENTS))])
 
 
 def frames_of(batch: TensorDictBase) -> Iterator[Frame]:
@@ -95,31 +91,29 @@ def frames_of(batch: TensorDictBase) -> Iterator[Frame]:
     mask = flat.get(("collector", "mask"), None)
     if mask is not None:
         flat = flat[mask.reshape(-1)]
-    nothing = [None] * len(flat)
 
-    def numbers(*key: str, each: bool = True) -> list[Any]:
-        value = flat.get(key if len(key) > 1 else key[0], None)
+    def rows(*key: str) -> list[Any]:
+        value = flat.get(key, None)
         if value is None:
-            return list(nothing)
-        listed: list[Any] = (value.reshape(len(flat)) if each else value).tolist()
-        return listed
+            return [None] * len(flat)
+        return [tuple(row) for row in value.reshape(len(flat), -1).tolist()]
+
+    def numbers(*key: str) -> list[Any]:
+        return [row and row[0] for row in rows(*key)]
 
     extras = {name: numbers(name) for name in EXTRAS if name in flat.keys()}
     columns = [
-        numbers("observation", each=False),
-        numbers("next", "observation", each=False),
-        numbers("action", each=False),
+        rows("observation"),
+        rows("next", "observation"),
+        rows("action"),
         numbers("next", "reward"),
         *(numbers("next", name) for name in ("terminated", "truncated", "done")),
         numbers("policy_version"),
         numbers("collector", "traj_ids"),
     ]
-    others: list[Any]
-    for at, (root, after, action, *others) in enumerate(zip(*columns, strict=True)):
-        shown = None if after is None else tuple(after)
-        more = {name: values[at] for name, values in extras.items()}
-        tail: Any = (*others, more)
-        yield Frame(tuple(root), shown, tuple(action), *tail)
+    for at, fields in enumerate(zip(*columns, strict=True)):
+        known: list[Any] = [*fields, {name: values[at] for name, values in extras.items()}]
+        yield Frame(*known)
 
 
 @dataclass

@@ -102,6 +102,8 @@ class EnvLayout:
     """Those of ``observations`` that a policy gets only if it names them: ``info`` entries."""
     groups: tuple[Group, ...] = ()
     """Nested parts with a batch size of their own, at the root and under ``"next"``."""
+    passed: Collection[Key] = ()
+    """Those of ``observations`` that pass on what a policy writes under ``"next"``."""
 
     @property
     def num_envs(self) -> int:

@@ -174,7 +174,7 @@ class EnvGroup:
         except Unproven:
             return None
         specs = rows.proven_specs()
-        return None if specs is None else (rows, specs)
+        return None if specs is None or rows.parts.primed else (rows, specs)
 
     def _tensordict_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]]:
         trees = [without_masks(widened(tree)) for tree in spec_trees(self.envs.members[0])]

@@ -6,7 +6,7 @@ return, for all members at once, and the results are copied into the rows of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -16,14 +16,24 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, Key, next_key
+from gleanrl.core.keys import DONE, REWARD, TERMINATED, Key, as_key, next_key
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.gym_transforms import wrapped
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.tensordict import spec_fields
-from gleanrl.envs.torchrl_parts import Parts, Unproven, copied_transform, is_stateful, tensors_of
+from gleanrl.envs.torchrl_parts import (
+    Parts,
+    Unproven,
+    copied_transform,
+    is_called,
+    is_counter,
+    is_stateful,
+    reset_rows,
+    tensors_of,
+)
 from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
 from gleanrl.envs.writers import CastingLeafWriter
 from gleanrl.operations.op_recorder import array_of
@@ -38,8 +48,13 @@ _NOTHING: tuple[int, ...] = ()
 class RecordedStep:
     """The steps of an environment of `Parts`, with the present settings of its transforms."""
 
-    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+    def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key] = ()) -> None:
         """Record what the transforms do.
+
+        Args:
+            layout: What the environment shows.
+            parts: What it consists of.
+            passed: Observations that the policy writes under ``"next"`` before each step.
 
         Raises:
             Unproven: that is not known.
@@ -47,12 +62,13 @@ class RecordedStep:
         self.parts = parts
         self.reset_s = 0.0
         """Seconds in resets."""
+        self._skips = [member.wrapper_frame_skip for member in parts.members]
         self._watch = watch = Watch()
         try:
             parts.watch(watch)
         except Unwatchable as err:
             raise Unproven(f"settings of a transform cannot be watched: {err}") from err
-        self._memory = memory = _Memory(layout, parts)
+        self._memory = memory = _Memory(layout, parts, passed)
         settings, constants, batch = parts.numbers, watch.tensors, layout.batch_shape
 
         def recorded(name: str, before: Entries, data: Entries) -> TransformProgram:
@@ -67,7 +83,8 @@ class RecordedStep:
         memory.bind(layout, inverse, step, reset)
         self._act_calls: list[Callable[[], Any]] = [*inverse.calls, *memory.acting]
         self._step_calls, self._reset_calls = step.calls, reset.calls
-        self._called = {"step": step.as_they_are, "reset": reset.as_they_are}
+        programs = {"action": inverse, "step": step, "reset": reset}
+        self._called = {phase: one.as_they_are for phase, one in programs.items()}
 
     @property
     def action_specs(self) -> Mapping[Key, Spec]:
@@ -78,6 +95,8 @@ class RecordedStep:
         """Return how environments and transforms are stepped."""
         count, kind = len(self.parts.members), type(self.parts.members[0]).__name__
         text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
+        for transform in self.parts.leading[0]:
+            text += f"\n  {type(transform).__name__}: around each Gymnasium environment"
         for transform in self.parts.transforms:
             name = type(transform).__name__
             called = [phase for phase, names in self._called.items() if name in names]
@@ -87,7 +106,10 @@ class RecordedStep:
 
     def changed(self) -> bool:
         """Tell whether settings of transforms were replaced since they were recorded."""
-        return self._watch.changed() or not self.parts.alike()
+        held, now = self._memory.held, reset_rows(self.parts)
+        moved = held.keys() != now.keys() or any(now[key] is not held[key] for key in held)
+        moved |= self._skips != [member.wrapper_frame_skip for member in self.parts.members]
+        return moved or self._watch.changed() or not self.parts.alike()
 
     def begin(
         self, window: Window, carry: Window, on_partial_reset: Callable[[Sequence[int]], None]
@@ -100,7 +122,7 @@ class RecordedStep:
             on_partial_reset: Is told of members that are reset while others go on.
         """
         memory, self._on_partial_reset = self._memory, on_partial_reset
-        memory.rows.begin(memory.raw, memory.fresh)
+        memory.rows.begin(memory.raw, memory.behind)
         self._given = [(window.rows(key), row) for key, row in memory.given_rows]
         self._shown: list[tuple[list[Array], Array]] = []
         self._roots = []
@@ -160,14 +182,30 @@ class RecordedStep:
 
 def _phases(parts: Parts, name: str) -> Iterable[Method]:
     """Return a phase of all transforms, in the order in which they are called."""
-    for part in reversed(parts.transforms) if name == "_inv_call" else parts.transforms:
+    transforms: list[Any] = list(parts.transforms)
+    for part in reversed(transforms) if name == "_inv_call" else transforms:
         trial, state = None, []
-        if name != "_inv_call" and is_stateful(part):
+        only: list[Any] | None = None
+        if name == "_inv_call":
+            only = [*part.in_keys_inv, *part.out_keys_inv]
+        elif is_called(part, name):
+            trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
+        elif is_stateful(part):
             trial = _phase(copied_transform(part), name)
             state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
             state = []  # other processes change them
-        yield Method(type(part).__name__, _phase(part, name), trial, state)
+        keys = None if only is None else frozenset(map(as_key, only))
+        yield Method(type(part).__name__, _phase(part, name), trial, state, keys)
+
+
+def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
+    """Return what shows the results of a phase of ``part``, and changes nothing of it."""
+    if is_counter(part):
+        return _phase(copied_transform(part), name)
+    if type(part).__name__ == "ActionMask":  # writes the mask into a spec
+        return lambda _, data: data
+    return _phase(part, name)
 
 
 def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
@@ -178,7 +216,7 @@ def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
 class _Memory:
     """The rows of one step, before and behind the transforms; arrays and tensors share memory."""
 
-    def __init__(self, layout: EnvLayout, parts: Parts) -> None:
+    def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key]) -> None:
         """Allocate rows.
 
         Raises:
@@ -188,17 +226,22 @@ class _Memory:
         self.rows, self.count = _members_of(parts, batch), envs
         inner = self.rows.layout
         shown = [*inner.observations, *FLAGS]
-        after = [Field(next_key(f.key), f.shape, f.dtype) for f in (*shown, *inner.rewards)]
+        after = map(_after, (*shown, *inner.rewards))
         self.raw = Window.allocate([*inner.observations, *inner.actions, *after], envs, 1)
         """What the members read and return."""
-        self.fresh = Window.allocate(shown, envs, 1)
-        """What their resets return."""
-        taken = Window.allocate(layout.actions, envs, 1)
+        passing = [field for field in layout.observations if field.key in passed]
+        taken = Window.allocate([*layout.actions, *map(_after, passing)], envs, 1)
         root = Window.allocate([*layout.observations, *FLAGS], envs, 1)
         theirs = spec_fields(parts.members[0].full_observation_spec, ())
         names = {}
         if len(inner.observations) == len(theirs) == 1:  # images are called otherwise in TorchRL
             names[inner.observations[0].key] = theirs[0].key
+        self.held = reset_rows(parts)
+        self.behind = Window.allocate(shown, envs, 1)
+        """What they show after a step."""
+        found = {f: self.held.get(names.get(f.key, f.key)) for f in shown}
+        self.fresh = _window_over(found, envs)
+        """What their last resets returned; in the environment's memory, if it keeps that."""
 
         def entries(window: Window, fields: Sequence[Field], nxt: bool = False) -> Entries:
             keys = {f.key: next_key(f.key) if nxt else f.key for f in fields}
@@ -222,7 +265,8 @@ class _Memory:
         self._reward = self.raw.rows(next_key(REWARD))[0]
         self._raised = [self.raw.rows(next_key(flag.key))[0] for flag in FLAGS]
         self._ended = False
-        self.given_rows = [(f.key, taken.rows(f.key)[0]) for f in layout.actions]
+        self.stepped |= entries(taken, passing, nxt=True)
+        self.given_rows = [(key, taken.rows(key)[0]) for key in taken.keys()]
 
     def bind(
         self,
@@ -289,6 +333,17 @@ class _Memory:
         self._mask[envs] = True
 
 
+def _after(field: Field) -> Field:
+    return replace(field, key=next_key(field.key))
+
+
+def _window_over(held: Mapping[Field, torch.Tensor | None], envs: int) -> Window:
+    """Return a window of one row over the tensors in ``held``, and over new ones for ``None``."""
+    own = Window.allocate([field for field, one in held.items() if one is None], envs, 1)
+    tensors = {f.key: own.tensor(f.key) if v is None else v[:, None] for f, v in held.items()}
+    return Window(tensors, envs, 1)
+
+
 class _Members(GymnasiumEnv):
     _leaf_writer = CastingLeafWriter
 
@@ -307,8 +362,9 @@ def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
         for name in ("observation", "action", "reward", "done")
     }
     options = GymOptions(categorical_action_encoding=not own["action"][0].shape)
+    stepped = map(wrapped, parts.gym_envs, parts.members, parts.leading)
     try:
-        rows = _Members(parts.gym_envs, batch, options)
+        rows = _Members(list(stepped), batch, options)
     except ConfigError as err:
         raise Unproven(str(err)) from err
     layout = rows.layout

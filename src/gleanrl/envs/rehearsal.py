@@ -7,7 +7,9 @@ bit.
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key, as_key, next_key
-from gleanrl.core.layout import Field
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
@@ -65,10 +67,10 @@ def _prove(rows: TransformedRows) -> None:
     parts = rows.parts if rows.parts.wholes else rows.parts.first(_MEMBERS)
     # Warnings about copies repeat those about the originals.
     with preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        torch.default_generator.manual_seed(0)  # and no accelerator
         casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
-        plain, other = (TensorDictHandle(twin_of(parts, tapes)) for tapes in casts)
+        plain, other = (_twin(parts, tapes) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
+        twin.pass_on(rows.passed)
         stateful = any(map(is_stateful, parts.transforms))
         if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
@@ -77,6 +79,12 @@ def _prove(rows: TransformedRows) -> None:
             _compare_states(parts_of(plain.env), twin.parts)
         if [tape.log for tape in casts[0]] != [tape.log for tape in casts[1]]:
             raise Unproven("the Gymnasium environments got other actions in a rehearsal")
+
+
+def _twin(parts: Parts, tapes: Sequence[Tape]) -> TensorDictHandle:
+    """Return a copy of the environment, reset; all copies draw the same numbers in that."""
+    torch.default_generator.manual_seed(0)  # and no accelerator
+    return TensorDictHandle(twin_of(parts, tapes))
 
 
 def _believe(rows: TransformedRows) -> None:
@@ -97,21 +105,38 @@ def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
     plain.begin()
     shown = {field.key for field in [*fields, *FLAGS]}
     for t in range(_STEPS):
+        before = torch.get_rng_state()
         plain.root = plain.env.rand_action(plain.root)
         for field in layout.actions:
             rows_of_action = window.tensor(field.key)[:, t]
             rows_of_action.copy_(plain.root.get(field.key).reshape(rows_of_action.shape))
+        for field in (field for field in layout.observations if field.key in rows.passed):
+            written = window.tensor(next_key(field.key))[:, t].copy_(_made_up(field, layout, t))
+            plain.root.set(next_key(field.key), written.reshape(*layout.batch_shape, *field.shape))
         steps: list[TensorDictBase] = []
         cut = (0,) if t == _CUT_AT else ()
         ended = plain.step(cut, steps.append)
+        after_plain = torch.get_rng_state()
+        torch.set_rng_state(before)
+        drawn = rows.handle.env.rand_action()
+        for field in layout.actions:
+            _require_equal(field.key, drawn.get(field.key), window.tensor(field.key)[:, t])
         if list(rows.step(t, cut)) != list(ended or ()):
             raise Unproven("other episodes end in a rehearsal")
+        if not torch.equal(torch.get_rng_state(), after_plain):
+            raise Unproven("it draws other random numbers in a rehearsal")
         found = {as_key(key): value for key, value in steps[0].items(True, True)}
         if found.keys() != shown:
             raise Unproven(f"it adds entries to a step: {sorted(found.keys() ^ shown, key=str)}")
         for field in fields:
             _require_equal(field.key, found[field.key], window.tensor(field.key)[:, t])
     rows.finish(_STEPS)
+
+
+def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
+    """Return values for a field of all environments, others at each step."""
+    shape = (layout.num_envs, *field.shape)
+    return (torch.arange(math.prod(shape)).reshape(shape) * 7 + t * 5).remainder(11).to(field.dtype)
 
 
 def _places(parts: Parts) -> set[int]:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, starmap
 from multiprocessing.synchronize import SemLock
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from gleanrl.core.keys import Key, as_key
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tape import Tape
 from gleanrl.envs.unmodified import unmodified
@@ -46,7 +48,8 @@ _STATELESS = {
         *("_tensor.CatTensors", "_keys.RenameTransform", "_keys.ExcludeTransform"),
         *("_keys.SelectTransform", "_keys.RemoveEmptySpecs", "_reward.LineariseRewards"),
         *("_action.ActionScaling", "_action.ActionDiscretizer"),
-        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck"),
+        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck", "_env.TensorDictPrimer"),
+        "_action.DiscreteActionProjection",
     )
 }
 """Transforms whose results depend on nothing but their settings and the data of the step."""
@@ -58,6 +61,21 @@ _STATEFUL = {
     )
 }
 """Transforms whose results depend on their tensors as well, which they change."""
+_COUNTER = "torchrl.envs.transforms._env.TrajCounter"
+_CALLED = {
+    _COUNTER: {"_reset"},
+    "torchrl.envs.transforms._action.ActionMask": {"_step", "_reset"},
+    "torchrl.envs.transforms.gym_transforms.EndOfLifeTransform": {"_step", "_reset"},
+}
+"""Phases of transforms that read or change something besides tensors: they are called."""
+_LEADING = {
+    f"torchrl.envs.transforms._env.{name}" for name in ("FrameSkipTransform", "NoopResetEnv")
+}
+"""Transforms that step and reset the environment under them."""
+_ALONE = {name.rpartition(".")[2] for name in _STATEFUL} | {
+    *("TrajCounter", "ActionMask", "DiscreteActionProjection")
+}
+"""Transforms that have a state, or draw numbers: one for each member is not one for all."""
 
 
 class Unproven(Exception):
@@ -94,6 +112,8 @@ class Parts:
     """An environment that never runs, around which transforms in `shells` are those of all."""
     transforms: tuple[nn.Module, ...]
     """Transforms of all members at once, in the order in which they see an observation."""
+    leading: tuple[tuple[nn.Module, ...], ...]
+    """The transforms before these that step and reset each member themselves."""
 
     @property
     def envs(self) -> list[Any]:
@@ -108,8 +128,10 @@ class Parts:
     def first(self, count: int) -> Parts:
         """Return the parts of a batch of the first ``count`` members."""
         members, gym_envs = self.members[:count], self.gym_envs[:count]
-        shells, own = self.shells[:count], self.own[:count]
-        return replace(self, members=members, gym_envs=gym_envs, shells=shells, own=own)
+        shells, own, leading = self.shells[:count], self.own[:count], self.leading[:count]
+        return replace(
+            self, members=members, gym_envs=gym_envs, shells=shells, own=own, leading=leading
+        )
 
     def watch(self, watch: Watch) -> None:
         """Have ``watch`` notice changes of classes and of transforms."""
@@ -128,6 +150,18 @@ class Parts:
     def numbers(self) -> list[torch.Tensor]:
         """Buffers of transforms that only arithmetic reads."""
         return [one for one in self._buffers() if one.dtype is not torch.bool]
+
+    @property
+    def primed(self) -> dict[Key, bool]:
+        """Entries that pass on what the policy writes, and whether episodes begin with zeros."""
+        found = {}
+        primers: list[Any] = list(filter(_is_primer, self.transforms))
+        for part in primers:
+            first = part.default_value
+            for key in part.primers.keys(True, True):
+                zero = isinstance(first, dict) and not part.random and first[key] == 0
+                found[as_key(key)] = zero
+        return found
 
     def _buffers(self) -> list[torch.Tensor]:
         return [one for part in self.transforms for one in part.buffers()]
@@ -150,9 +184,31 @@ class Parts:
         return all(all(map(torch.equal, first, other)) for other in others)
 
 
+def reset_rows(parts: Parts) -> dict[Key, torch.Tensor]:
+    """Return where a batch of members keeps what each of them returned from its last reset.
+
+    Transforms around it are shown all of that when some members are reset.
+    """
+    base = parts.base
+    if qualified(type(base)) != _SERIAL or parts.own[0] or not base._use_buffers:
+        return {}
+    held = base.shared_tensordict_parent
+    return {as_key(key): value for key, value in held.items(True, True)}
+
+
 def is_stateful(transform: nn.Module) -> bool:
     """Tell whether ``transform`` depends on tensors of its own that it changes."""
     return qualified(type(transform)) in _STATEFUL
+
+
+def is_called(transform: nn.Module, phase: str) -> bool:
+    """Tell whether a phase of ``transform`` reads or changes something besides tensors."""
+    return phase in _CALLED.get(qualified(type(transform)), ())
+
+
+def is_counter(transform: nn.Module) -> bool:
+    """Tell whether ``transform`` counts in memory that copies do not have."""
+    return qualified(type(transform)) == _COUNTER
 
 
 def tensors_of(transform: nn.Module) -> list[torch.Tensor]:
@@ -180,16 +236,23 @@ def parts_of(env: Any) -> Parts:
     single = qualified(type(base)) in _GYM
     ends = [(base, ())] if single else list(map(_peeled, _members(base)))
     members, shells = (tuple(part) for part in zip(*ends, strict=True))
-    own = tuple(map(_chain_of, shells))
+    chains = [around] if single else list(map(_chain_of, shells))
+    alone = sorted({type(part).__name__ for part in chains[0]} & _ALONE)
+    if alone and not single:
+        raise Unproven(f"each member has a state or draws of its own in {', '.join(alone)}")
+    _require_alike(chains)
+    leads, own = (tuple(part) for part in zip(*map(_led, chains), strict=True))
+    if single:
+        (around,), own = own, ((),)
+    for part in (*own[0], *around):
+        if qualified(type(part)) in _LEADING:
+            raise Unproven(f"{type(part).__name__} is not the first transform of one environment")
     for member in members:
         _require_plain_gym(member)
     gym_envs = tuple(member._env for member in members)
-    if stateful := sorted({type(part).__name__ for part in own[0] if is_stateful(part)}):
-        raise Unproven(f"each member has a state of its own in {', '.join(stateful)}")
-    _require_alike(own)
-    wide = _around_all(members, shells[0]) if own[0] else None
-    inside = () if wide is None else _chain_of(_peeled(wide)[1])
-    parts = Parts(base, shells, members, gym_envs, wholes, own, wide, (*inside, *around))
+    wide, inside = _around_all(members, shells[0], own) if own[0] else (None, ())
+    transforms = (*inside, *around)
+    parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, leads)
     for one in parts.envs:
         _require_own_methods(one)
     if not parts.alike():
@@ -198,6 +261,15 @@ def parts_of(env: Any) -> Parts:
 
 
 _UNLIKE = "the transforms of its members have other settings from member to member"
+
+
+def _led(
+    chain: tuple[nn.Module, ...],
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """Return the first transforms of a chain, which step the environment, and the others."""
+    names = [qualified(type(part)) for part in chain]
+    count = next((i for i, name in enumerate(names) if name not in _LEADING), len(chain))
+    return chain[:count], chain[count:]
 
 
 def _peeled(env: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -239,20 +311,37 @@ _LINKS = ("_container", "_parent")
 _NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
 
 
-def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> Any:
+def _around_all(
+    members: Sequence[Any], shells: Sequence[Any], own: Sequence[Sequence[nn.Module]]
+) -> tuple[Any, tuple[nn.Module, ...]]:
     """Return transforms in ``shells``, of one member, around copies of all ``members`` at once.
 
-    They share the buffers of the originals. Only their specs and methods are used.
+    They share the buffers of the originals, those in ``own``. Only their specs and methods are
+    used.
     """
-    serial = vars(sys.modules[_SERIAL.rpartition(".")[0]])["SerialEnv"]
+    serial, compose = map(_class, (_SERIAL, _COMPOSE))
     copies = [_copied(member, Tape(member._env)) for member in members]
     makers = [lambda copy=copy: copy for copy in copies]
     with warnings.catch_warnings(action="ignore"):  # about the originals they were given already
         whole = serial(len(makers), makers)
         for shell in shells:
-            whole = type(shell)(whole, shell.transform.clone())
+            parts: Sequence[Any] = _led(_chain_of([shell]))[1]
+            whole = type(shell)(whole, compose(*[part.clone() for part in parts]))
         whole.reset()
-    return whole
+    clones = _chain_of(_peeled(whole)[1])
+    for clone, *originals in zip(clones, *own, strict=True):
+        if type(clone).__name__ == "EndOfLifeTransform":
+            vars(clone)["_get_lives"] = partial(_lives_of, originals)
+    return whole, clones
+
+
+def _lives_of(transforms: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor([part._get_lives() for part in transforms])
+
+
+def _class(name: str) -> Any:
+    module, _, cls = name.rpartition(".")
+    return vars(sys.modules[module])[cls]
 
 
 def _chain_of(wholes: Sequence[Any]) -> tuple[nn.Module, ...]:
@@ -268,11 +357,22 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
         for part in transform.transforms:
             yield from _chain(part)
         return
-    if qualified(type(transform)) not in _STATELESS | _STATEFUL:
+    if qualified(type(transform)) not in {*_STATELESS, *_STATEFUL, *_CALLED, *_LEADING}:
         raise Unproven(f"{name} is not known to depend on the data of one step alone")
+    if _is_primer(transform) and any(map(callable, _defaults(transform))):
+        raise Unproven(f"{name} calls a function for the values that episodes begin with")
     if name == "StepCounter" and not transform.update_done:
         raise Unproven("StepCounter truncates without ending episodes (update_done=False)")
     yield transform
+
+
+def _is_primer(part: Any) -> bool:
+    return type(part).__name__ == "TensorDictPrimer"
+
+
+def _defaults(primer: Any) -> list[Any]:
+    first = primer.default_value
+    return [first, *(first.values() if isinstance(first, dict) else ())]
 
 
 def _require_plain_gym(member: Any) -> None:
@@ -283,8 +383,8 @@ def _require_plain_gym(member: Any) -> None:
     inside = member._env
     if not isinstance(inside, gym.Env) or is_vector_env(inside) or member.batch_size:
         raise Unproven(f"{name} is not around a single gymnasium.Env")
-    if member.wrapper_frame_skip != 1 or member.info_dict_reader or member._run_type_checks:
-        raise Unproven(f"{name} skips frames, reads infos or checks types")
+    if member.info_dict_reader or member._run_type_checks:
+        raise Unproven(f"{name} reads infos or checks types")
 
 
 def _require_own_methods(env: Any) -> None:
@@ -321,7 +421,11 @@ def twin_of(parts: Parts, stand_ins: Sequence[gym.Env[Any, Any]]) -> Any:
     if qualified(type(parts.base)) not in _GYM:
         ours = isinstance(parts.base, SerialEnv)
         makers = [lambda end=end: end for end in ends]
-        twin = SerialEnv.of(ends) if ours else type(parts.base)(len(makers), makers)
+        if ours:
+            twin = SerialEnv.of(ends)
+        else:
+            use_buffers = parts.base._use_buffers
+            twin = type(parts.base)(len(makers), makers, use_buffers=use_buffers)
     return _rewrapped(twin, parts.base, parts.wholes)
 
 
@@ -335,14 +439,35 @@ def _rewrapped(twin: Any, inner: Any, wholes: Sequence[Any]) -> Any:
         twin = copy.deepcopy(whole, {id(inner): twin, **_locks(whole.transform)})
         twin.transform.reset_parent()  # a weak reference, which copying leaves as it is
         twin.transform.set_container(twin)
+        for part, original in _pairs(twin, whole):
+            if is_counter(part):
+                own_counter(part).load_state_dict(original.state_dict())
+            if type(part).__name__ == "NoopResetEnv":
+                part.noops = min(part.noops, _MOST_NOOPS)
         inner = whole
     return twin
+
+
+def _pairs(twin: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
+    yield from zip(twin.transform.modules(), whole.transform.modules(), strict=True)
+
+
+_MOST_NOOPS = 2
+"""Random steps after a reset of a copy, whose made-up episodes are short."""
 
 
 def copied_transform(part: Any) -> Any:
     """Return a copy of ``part`` with the same environment around it."""
     around = [vars(part).get(name) for name in _LINKS]
-    return copy.deepcopy(part, {id(one): one for one in around if one is not None} | _locks(part))
+    memo = {id(one): one for one in around if one is not None} | _locks(part)
+    copied = copy.deepcopy(part, memo)
+    return own_counter(copied) if is_counter(part) else copied
+
+
+def own_counter(counter: Any) -> Any:
+    """Return ``counter``, a copy of a ``TrajCounter``, with memory to count in."""
+    counter._make_shared_value()
+    return counter
 
 
 def _locks(transform: nn.Module) -> dict[int, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ class Method:
     data alone."""
     state: Sequence[torch.Tensor] = ()
     """Tensors of the transform that a call changes, and nobody else meanwhile."""
+    only: frozenset[Key] | None = None
+    """The entries that a call reads; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +77,25 @@ def record(
     ops.constants(constants)
     current, as_they_are = dict(data), set()
     for method in methods:
+        seen, given = (_only(method.only, part) for part in (before, current))
         try:
-            called = _call(method.trial or method.call, before, current, batch)  # fills caches
+            called = _call(method.trial or method.call, seen, given, batch)  # fills caches
             found = None
             if method.trial is None or method.state:
                 found = _recorded(ops, method, before, current, batch)
         except Exception as err:
             raise Unproven(f"{method.name} raised {err!r:.200} on rows") from err
         if found is None:
-            found = called
-            ops.changing(found.values())
-            reads = [*before.values(), *current.values()]
-            call = partial(_call_again, method, before, current, batch, found)
-            ops.add_whole(call, reads, found.values(), always=method.trial is not None)
+            ops.changing(called.values())
+            reads = [*seen.values(), *given.values()]
+            call = partial(_call_again, method, seen, given, batch, called)
+            ops.add_whole(call, reads, called.values(), always=method.trial is not None)
             as_they_are.add(method.name)
+            found = called if method.only is None else {**current, **called}
         current = found
+    passed = {value.data_ptr() for value in before.values()}
+    with ops:  # rows of the step before are replaced before all results are copied out of them
+        current = {k: v.clone() if v.data_ptr() in passed else v for k, v in current.items()}
     ops.prune((0, 0), current.values())
     return TransformProgram(current, ops.calls(), frozenset(as_they_are), ops)
 
@@ -114,6 +120,10 @@ def _recorded(
             tensor.copy_(value)
     ops.cut(mark)
     return None
+
+
+def _only(keys: Collection[Key] | None, entries: Entries) -> Entries:
+    return {key: value for key, value in entries.items() if keys is None or key in keys}
 
 
 def _tensordict(entries: Entries, batch: tuple[int, ...]) -> TensorDictBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class TransformedRows(EnvRows):
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Is told of members that are reset while others go on."""
         self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
+        self._passed: Collection[Key] = ()
+        """Observations that the policy writes under ``"next"``."""
         self._why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
@@ -73,7 +75,8 @@ class TransformedRows(EnvRows):
 
     def own_spec(self, key: Key) -> Spec | None:
         """Return the spec of an action that the Gymnasium environments' space declares."""
-        return self._recorded.action_specs.get(key)
+        masks = any(type(part).__name__ == "ActionMask" for part in self.parts.transforms)
+        return None if masks else self._recorded.action_specs.get(key)
 
     @property
     def inner(self) -> Any:
@@ -91,8 +94,24 @@ class TransformedRows(EnvRows):
         return self._recorded.explain()
 
     def _record(self, parts: Parts) -> None:
-        self._recorded = RecordedStep(self.layout, parts)
+        self._recorded = RecordedStep(self.layout, parts, self._passed)
         self._prove(self)
+
+    @property
+    def passed(self) -> Collection[Key]:
+        """Observations that the policy writes under ``"next"`` before each step."""
+        return self._passed
+
+    def pass_on(self, keys: Collection[Key]) -> None:
+        """Have transforms pass on ``keys``, which the policy writes under ``"next"``.
+
+        Raises:
+            Unproven: they do something else.
+        """
+        if keys:
+            self._passed = keys
+            with unproven_on_error():
+                self._record(self.parts)
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; look whether the environment was changed."""
@@ -151,6 +170,10 @@ class TransformedRows(EnvRows):
         for field in layout.actions:
             action = self._shaped(field, window.tensor(field.key)[:, t])
             handle.root.set(field.key, action.clone())
+        for field in layout.observations:
+            if field.key in self._passed:
+                written = self._shaped(field, window.tensor(next_key(field.key))[:, t])
+                handle.root.set(next_key(field.key), written.clone())
         steps: list[TensorDictBase] = []
         ended = handle.step(cut, steps.append)
         after = steps[0].get(NEXT)

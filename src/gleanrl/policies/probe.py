@@ -336,6 +336,7 @@ def _learn(
             key[1:]
             for key in outputs
             if key[0] == NEXT and key not in owned and _reads(adapted, key[1:])
+            if key[1:] not in env.passed
         ),
         provided=provided,
         rewrites=(*(key for key in outputs if key in given and key not in states), *removed),
@@ -595,7 +596,8 @@ def _owned(env: EnvLayout, shows_init: bool) -> set[Key]:
     roots = [field.key for field in env.observations] + ([IS_INIT] if shows_init else [])
     for group in env.dones:
         roots += group.keys()
-    return {*roots, *map(next_key, (*roots, *(field.key for field in env.rewards)))}
+    after = (key for key in roots if key not in env.passed)
+    return {*roots, *map(next_key, (*after, *(field.key for field in env.rewards)))}
 
 
 def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import ConfigError, PolicyError
-from gleanrl.core.keys import IS_INIT, Key, format_key
+from gleanrl.core.keys import IS_INIT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source
@@ -30,6 +30,7 @@ from gleanrl.envs.tensordict import (
     needs_carrier,
     spec_leaves,
 )
+from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.envs.transformed import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.env_contract import EnvContract
@@ -119,10 +120,18 @@ class SourceBuilder:
         if isinstance(given, RandomPolicy) and given.action_spec is not None:
             return self._serve_tensordicts(handle)
         check_can_cut(made, self.options)
+        primed = made.parts.primed
+        if primed and isinstance(given, JointPolicy):
+            return self._serve(handle)
+        if not self.options.compact_obs:  # which leaves no rows for these
+            layout = replace(layout, passed=[key for key, zero in primed.items() if zero])
         contract = _contract_of(handle.env, handle.root.clone(), layout, True)
         policy = self._policy(made, contract)
-        if isinstance(policy, ProgramPolicy) and (why := self._why_tensordicts(policy, layout)):
-            return self._serve_tensordicts(handle, policy, why=why)
+        if isinstance(policy, ProgramPolicy):
+            written = [key for key in primed if next_key(key) in policy.signature.trace.outputs]
+            why = self._why_tensordicts(policy, layout) or _why_not_passed(made, layout, written)
+            if why:
+                return self._serve_tensordicts(handle, policy, why=why)
         first = Window.allocate(layout.observations, layout.num_envs, 1)
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
@@ -188,6 +197,20 @@ class SourceBuilder:
             return given.policy.inner
         policy = given.policy if given.policy_factory is None else given.policy_factory()
         return on_device(policy, given.policy_device)
+
+
+def _why_not_passed(made: TransformedRows, layout: EnvLayout, written: list[Key]) -> str | None:
+    """Have ``made`` pass on what the policy writes for the next step; return why it does not."""
+    if lost := [format_key(key) for key in written if key not in layout.passed]:
+        return (
+            f"the policy writes {', '.join(lost)}, which compact_obs leaves out, or whose first "
+            "values need not be zeros"
+        )
+    try:
+        made.pass_on(written)
+    except Unproven as err:
+        return str(err)
+    return None
 
 
 def on_device(policy: Any, device: torch.device | None) -> Any:
