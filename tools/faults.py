@@ -104,7 +104,8 @@ def learn(kind, fault, mark):
         rows = batch["next", "observation"].reshape(-1, 2)
         total += len(rows)
         frames += int((rows[:, 0] == 1).sum())
-    print(f"SAID no error; {{frames}} of {{total}} frames are of the environment", flush=True)
+    share = f"{{frames}} of {{total}} frames are of the environment with the fault"
+    print(f"SAID no error; {{share}}", flush=True)
     collector.shutdown()
 
 if __name__ == "__main__":
