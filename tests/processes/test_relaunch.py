@@ -323,3 +323,19 @@ def test_a_replacement_is_up_within_a_second():
             assert isinstance(collector.next(), TensorDict)
             took.append(time.monotonic() - began)
         assert min(took) < 1.0 * rig.load()
+
+
+def test_batches_that_are_kept_leave_room_for_a_replacement():
+    """The lost worker's last two rollouts are handed over before its replacement asks for room."""
+    with collecting("async", rig.counting(0), rig.counting(1, pause=0.002)) as collector:
+        kept = [collector.next() for _ in range(12)]
+        for number in range(3):
+            rig.until(
+                lambda: collector._engine.check() or len(collector._engine.gather.waiting()) == 4
+            )
+            kill(collector, 0)
+            rig.until(lambda: collector._engine.check() or 0 in collector._engine.lost)
+            kept += until_back(collector, 0, number)
+            then = [rig.rows(batch) for batch in kept]
+            kept += [collector.next() for _ in range(6)]
+        assert [rig.rows(batch) for batch in kept[: len(then)]] == then

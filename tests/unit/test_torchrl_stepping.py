@@ -219,6 +219,7 @@ def saved(env, collector):
     collector.load_state_dict(collector.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:all environments begin new")  # a counter of processes
 @pytest.mark.parametrize(
     "change", [more_noops, longer_skip, other_count, other_lives, rolled_out, saved]
 )

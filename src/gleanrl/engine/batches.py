@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError, GleanError
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import TIME, TRAJ_IDS, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import SharedMemory
@@ -122,7 +122,7 @@ class BatchPlan:
         count = 1 if self._options.single else len(self._fixed)
         slab, dim = self._slab(self._fixed[:count])
         slots = SlabSlots(Arena(slab, 2), 2, BatchOptions(device=self._options.device), dim)
-        return slots.hand_over(slots.acquire(), [])
+        return slots.hand_over(slots.acquire() or 0, [])
 
     def _slab(self, layouts: Sequence[Layout]) -> tuple[Slab, int]:
         """Return the memory of one batch, and the dimension along which parts are concatenated."""
@@ -183,8 +183,8 @@ class Slots:
         self.copies, self.nbytes = 0, 0
         """Batches copied because the user held every slot; bytes reserved."""
 
-    def acquire(self) -> int:
-        """Take a free slot for writing."""
+    def acquire(self) -> int | None:
+        """Take a free slot for writing; ``None`` if there is none."""
         return 0
 
     def prepare(self, slot: int) -> None:
@@ -246,11 +246,8 @@ class SlabSlots(Slots):
         workers = range(len(arena.slab.layouts))
         self.windows = [[arena.reference(slot, w) for w in workers] for slot in range(slots)]
 
-    def acquire(self) -> int:
-        slot = self._arena.acquire()
-        if slot is None:
-            raise GleanError("no slot is free: a batch was handed out that should have been copied")
-        return slot
+    def acquire(self) -> int | None:
+        return self._arena.acquire()
 
     def prepare(self, slot: int) -> None:
         """Make the tensors of a batch while workers write it: they stand still afterwards."""

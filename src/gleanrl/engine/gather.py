@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.session import Session, Ticket
@@ -198,6 +198,8 @@ class SyncGather(Gather):
         if self._enough is not None:
             self._set_stop(self._enough == 0)  # each worker makes one step then
         slot = self._slots[0].acquire()
+        if slot is None:
+            raise GleanError("no slot is free: a batch was handed out that should have been copied")
         windows = self._slots[0].windows[slot]
         self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
@@ -466,6 +468,10 @@ class AsyncGather(Gather):
             return False
         slots = self._slots[worker]
         slot = slots.acquire()
+        if slot is None:  # more were handed over while the worker was replaced
+            slots = self._renew(worker)
+            slot = slots.acquire()
+            assert slot is not None
         ticket = self.session.send(worker, m.Collect(slots.windows[slot][0], budget.random))
         if ticket.lost is not None:
             slots.release(slot)
@@ -486,15 +492,19 @@ class AsyncGather(Gather):
             budget.cancel(self._frames[worker])
             if ticket.over:
                 slots.release(slot)
-            elif slots is self._slots[worker]:
+            elif slots is self._slots[worker] and self._goes_on(worker):
                 self._renew(worker)
 
-    def _renew(self, worker: int) -> None:
-        """Exchange the slots of a lost worker, which may still write into them."""
-        if worker in self.session.joining or worker not in self.session.lost:
-            fresh = self._make_slots(worker)
-            fresh.copies = self._slots[worker].copies
-            self._slots[worker] = fresh
+    def _goes_on(self, worker: int) -> bool:
+        """Whether ``worker`` lives, or a replacement is expected."""
+        return worker in self.session.joining or worker not in self.session.lost
+
+    def _renew(self, worker: int) -> Slots:
+        """Exchange the slots of ``worker`` for new ones."""
+        fresh = self._make_slots(worker)
+        fresh.copies = self._slots[worker].copies
+        self._slots[worker] = fresh
+        return fresh
 
     def _heads(self) -> list[Ticket]:
         return [queue[0][0] for queue in self._queues if queue]

@@ -236,13 +236,15 @@ class NodeAdmitter(Generic[N]):
                 self._launcher.stop(0.0)
 
     def _look_after(self, index: int, wanted: _Wanted[N]) -> None:
+        if wanted.deadline is None:  # it was not started: its launcher knows the one before it
+            return
         try:
             reason = self._launcher.exit_reason(index, 0.0) if wanted.node is None else None
         except Exception as err:  # of a scheduler
             reason = f"is not known to run ({err})"
         if reason is not None:
             self._fail(index, wanted, f"{reason} before it joined; what it printed last tells why")
-        elif wanted.deadline is not None and wanted.deadline.expired:
+        elif wanted.deadline.expired:
             done = "joined" if wanted.node is None else "built its environments"
             self._fail(index, wanted, f"had not {done} within {self._timeout_s} s")
 
