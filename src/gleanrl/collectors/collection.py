@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -59,9 +58,7 @@ class Collection:
         # With central inference it bounds a step of the environments, not a rollout.
         self.timeout: float | None = None if plan.central else plan.arguments["timeout"]
         watched = self.timeout is not None and plan.in_process
-        self._late: AbstractContextManager[None] = (
-            StackWatch(self.timeout or 0.0) if watched else nullcontext()
-        )
+        self._late = StackWatch(self.timeout or 0.0) if watched else None
         """Warns of a rollout in this thread that is late."""
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
@@ -97,7 +94,7 @@ class Collection:
 
     def serve(self, plan: WorkerPlan) -> None:
         """Continue with the workers that were started by ``plan``, which the engine has now."""
-        self.plan, self._late = plan, nullcontext()
+        self.plan, self._late = plan, None
         self.pipeline.forget()
         self._unfinished += self.pipeline.discarded
         self.pipeline = plan.pipeline
@@ -130,9 +127,13 @@ class Collection:
         if weights.schedule is not None:
             weights.before_batch()
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
-        batch, reports = self._collected(feed)
-        while feed and self._is_old(batch, reports):
-            batch, reports = self._collected(feed)
+        if self._late is None:
+            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        else:
+            with self._late:
+                batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+        while self.plan.max_lag is not None and feed and self._is_old(batch, reports):
+            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
         cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
@@ -150,15 +151,10 @@ class Collection:
             weights.after_batch(reports)
         return batch
 
-    def _collected(self, feed: bool) -> tuple[TensorDictBase | None, Rollouts]:
-        with self._late:
-            return self.engine.collect(self.budget, self.timeout, feed)
-
     def _is_old(self, batch: TensorDictBase | None, reports: Rollouts) -> bool:
         """Tell whether a batch was made with weights that are too old, and is discarded."""
         most = self.plan.max_lag
-        if most is None:
-            return False
+        assert most is not None
         lag = self.weights.number - min(report.policy_version for report in reports.values())
         if lag <= most:
             self._old_in_a_row = 0

@@ -204,11 +204,8 @@ class SyncGather(Gather):
         self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
         budget.dispatch(sum(self._frames))
         for worker in range(len(windows)):
-            self._request(begun, worker)
+            begun.tickets.append(self._requested(begun, worker))
         return begun
-
-    def _request(self, begun: _Round, worker: int) -> None:
-        begun.tickets.append(self._requested(begun, worker))
 
     def _requested(self, begun: _Round, worker: int) -> Ticket:
         return self.session.send(worker, m.Collect(begun.windows[worker], begun.random))
@@ -233,7 +230,9 @@ class SyncGather(Gather):
         """
         session, failures = self.session, list[BaseException]()
         for worker in range(len(begun.tickets)):
-            while self._awaited(ticket := begun.tickets[worker]):
+            while (ticket := begun.tickets[worker]).reply is None and (
+                ticket.lost is None or self._replaced(ticket)
+            ):
                 if session.changes != self._changes and not failures:
                     failures = self._look(begun)
                     continue
@@ -261,7 +260,8 @@ class SyncGather(Gather):
 
     def _deadline(self, begun: _Round) -> Deadline:
         """Return that of the rollouts; of replacements that come up the backend has its own."""
-        return begun.deadline if any(ticket.due for ticket in begun.tickets) else Deadline(None)
+        waits = not self.session.tolerant or any(ticket.due for ticket in begun.tickets)
+        return begun.deadline if waits else Deadline(None)
 
     def _look(self, begun: _Round) -> list[BaseException]:
         """Return the errors since the last look, and stop the rollouts if there are any."""
@@ -346,7 +346,7 @@ class SyncGather(Gather):
         self._update_stop(begun)
         begun.deadline = Deadline(begun.deadline.seconds)
         for ticket in stale:
-            self._request(begun, ticket.worker)
+            begun.tickets.append(self._requested(begun, ticket.worker))
         begun.tickets.sort(key=lambda ticket: ticket.worker)
         return sum(report.frames for report in _reports(stale))
 

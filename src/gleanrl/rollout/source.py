@@ -162,8 +162,10 @@ class BaseSource:
         raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
-        failures = tuple(self.failures)
-        self.failures.clear()
+        failures: tuple[str, ...] = ()
+        if self.failures:
+            failures = tuple(self.failures)
+            self.failures.clear()
         return Report(
             steps,
             steps * self.num_envs - len(self.tracker.voids),

@@ -64,26 +64,14 @@ class _Episodes:
         return found
 
 
-class _Lags:
-    """The ages of the weights of the last batches, in versions."""
-
-    def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=_LAST)
-
-    def add(self, lag: int) -> None:
-        self._last.append(lag)
-
-    def stats(self) -> dict[str, float]:
-        last = self._last or (0,)
-        return {"lag_mean": sum(last) / len(last), "lag_max": max(last)}
-
-
 class _Totals:
     """The sums of one worker, or of all, since collection began."""
 
     def __init__(self) -> None:
         self.frames = self.rollouts = self.policy_version = self.lag = 0
-        self.episodes, self.lags = _Episodes(), _Lags()
+        self.episodes = _Episodes()
+        self.lags: deque[int] = deque(maxlen=_LAST)
+        """The ages of the weights of the last batches, in versions."""
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
@@ -173,10 +161,10 @@ class Measures:
                 worker.frames += frames
                 worker.rollouts += 1
                 worker.policy_version, worker.lag = its_version, version - its_version
-                worker.lags.add(worker.lag)
+                worker.lags.append(worker.lag)
                 rollouts[index].append((seconds, ended, everything.frames))
             self._newest, everything.lag = now, version - oldest
-            everything.lags.add(everything.lag)
+            everything.lags.append(everything.lag)
             self._history.batches.add((now, everything.frames, everything.lag))
             if now >= self._mark_due:
                 self._mark(now)
@@ -249,6 +237,7 @@ class Measures:
             indices = range(len(self._workers)) if worker is None else [worker]
             totals = self._all if worker is None else self._workers[worker]
             own: dict[str, float] = {}
+            lags = totals.lags or (0,)
             if worker is not None:
                 own = {"frames": totals.frames, "batches": totals.rollouts}
                 own["policy_version"] = totals.policy_version
@@ -258,7 +247,8 @@ class Measures:
                 **totals.episodes.stats(),
                 **_shares([self._workers[index].seconds for index in indices]),
                 "lag": totals.lag,
-                **totals.lags.stats(),
+                "lag_mean": sum(lags) / len(lags),
+                "lag_max": max(lags),
             }
 
     def _rates(self, workers: Sequence[int]) -> dict[str, float]:
