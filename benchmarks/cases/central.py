@@ -35,7 +35,7 @@ _SLACK = 29
 
 def all_cases() -> list[Case]:
     """Return a case per number of environments."""
-    return [accelerator(64, groups=2), accelerator(16, groups=1)]
+    return [accelerator(64, groups=2), accelerator(16, groups=1), any_of_many()]
 
 
 def accelerator(envs: int, groups: int) -> Case:
@@ -47,8 +47,23 @@ def accelerator(envs: int, groups: int) -> Case:
         partial(central, envs, groups),
         [
             Reference("the best schedule", partial(best_schedule, envs), 0.9),
+            Reference("GleanRL, asynchronous", partial(asynchronous, envs, groups)),
             Reference("GleanRL, inference='workers'", partial(with_copies, envs)),
             Reference("TorchRL AsyncBatchedCollector", partial(torchrl, envs), 2.4),
+        ],
+        stopped=True,
+    )
+
+
+def any_of_many() -> Case:
+    """Return the case of 16 environments of which one is 20 times slower than the others."""
+    return Case(
+        "any-of-many",
+        "16 environments of 1.1 ms in 16 workers, one of them 20 times slower, asynchronous",
+        partial(uneven, 1),
+        [
+            Reference("15 environments without the slow one", partial(uneven, 0), 0.9),
+            Reference("GleanRL, synchronous", synchronous_uneven),
         ],
         stopped=True,
     )
@@ -60,13 +75,16 @@ class Simulator(gym.Env[Any, Any]):
     observation_space = gym.spaces.Box(-1, 1, (8,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
+    def __init__(self, step_s: float = STEP_S) -> None:
+        self._step_s = step_s
+
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         sleep_exactly()
         return np.zeros(8, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        time.sleep(STEP_S)
+        time.sleep(self._step_s)
         return np.full(8, 0.5, np.float32), 1.0, False, False, {}
 
 
@@ -125,19 +143,52 @@ def central(envs: int, groups: int) -> ours.Batches:
     return _multi(envs, inference="central", env_groups=groups)
 
 
+def asynchronous(envs: int, groups: int) -> ours.Batches:
+    """Return our collector whose workers go on at their own pace."""
+    return _central_async([Simulator] * WORKERS, envs // WORKERS, env_groups=groups)
+
+
+def uneven(slow: int) -> ours.Batches:
+    """Return our asynchronous collector over 15 environments and ``slow`` slow ones."""
+    return _central_async([Simulator] * 15 + [partial(Simulator, 20 * STEP_S)] * slow, 1)
+
+
+def synchronous_uneven() -> ours.Batches:
+    """Return our synchronous collector over 15 environments and a slow one."""
+    return _multi(16, [Simulator] * 15 + [partial(Simulator, 20 * STEP_S)], inference="central")
+
+
+def _central_async(workers: list[Any], each: int, **options: Any) -> ours.Batches:
+    from gleanrl import MultiAsyncCollector
+
+    return ours.Batches(
+        MultiAsyncCollector(
+            workers,
+            policy(),
+            num_envs=each,
+            frames_per_batch=STEPS * each * len(workers),
+            transition_chunk_size=STEPS,
+            total_frames=-1,
+            inference="central",
+            **options,
+        )
+    )
+
+
 def with_copies(envs: int) -> ours.Batches:
     """Return our collector whose workers have copies of the policy."""
     return _multi(envs)
 
 
-def _multi(envs: int, **options: Any) -> ours.Batches:
+def _multi(envs: int, workers: list[Any] | None = None, **options: Any) -> ours.Batches:
     from gleanrl import MultiSyncCollector
 
+    workers = workers or [Simulator] * WORKERS
     return ours.Batches(
         MultiSyncCollector(
-            [Simulator] * WORKERS,
+            workers,
             policy(),
-            num_envs=envs // WORKERS,
+            num_envs=envs // len(workers),
             frames_per_batch=STEPS * envs,
             total_frames=-1,
             **options,
