@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import os
 import tempfile
 import time
@@ -29,6 +30,7 @@ WORKERS = 8
 STEPS = 16
 """Steps per environment and rollout."""
 CALL_S, ROW_S, STEP_S = 3e-3, 20e-6, 1.1e-3
+_made = itertools.count()
 _SLACK = 29
 """The number of ``PR_SET_TIMERSLACK``: by default, Linux ends each sleep 50 us late."""
 
@@ -93,7 +95,8 @@ class Accelerator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._path = Path(tempfile.gettempdir()) / f"stand-in-{os.getpid()}"
+        # One for each system: a process that is stopped in a call keeps its lock.
+        self._path = Path(tempfile.gettempdir()) / f"stand-in-{os.getpid()}-{next(_made)}"
         self._lock: Any = None
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ contains ``ray``.
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import os
@@ -131,7 +130,7 @@ class Fault:
 def exhaust():
     """Have no more memory."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with limited(resource.RLIMIT_AS, used + (64 << 20)):
+    with rig.limited(resource.RLIMIT_AS, used + (64 << 20)):
         np.ones(1 << 28)
 
 
@@ -233,17 +232,6 @@ class Counting(rig.Count):
 
 
 # -- running a cell --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def limited(limit, value):
-    """Lower a limit of this process."""
-    before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(limit, before)
 
 
 @pytest.fixture
@@ -447,7 +435,7 @@ def no_descriptors(column, small_disk):
     with (
         rig.in_time(),
         pytest.raises(ConfigError, match="RLIMIT_NOFILE"),
-        limited(resource.RLIMIT_NOFILE, 3),
+        rig.limited(resource.RLIMIT_NOFILE, 3),
     ):
         collector_of(column, [rig.counting(0), rig.counting(1)])
     return "ConfigError", time.monotonic() - began
@@ -466,7 +454,7 @@ def no_descriptors_for_a_replacement(column, small_disk):
         with (
             rig.in_time(),
             warnings.catch_warnings(record=True) as told,
-            limited(resource.RLIMIT_NOFILE, 3),
+            rig.limited(resource.RLIMIT_NOFILE, 3),
         ):
             warnings.simplefilter("always")
             if COLUMNS[column].parts == 2:

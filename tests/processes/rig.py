@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import os
+import resource
 import select
 import signal
 import threading
@@ -179,6 +180,17 @@ def growing():
 def rows(batch):
     """Return (number, steps) of every frame's next observation."""
     return [tuple(map(int, row)) for row in batch["next", "observation"].flatten(0, -2).tolist()]
+
+
+@contextmanager
+def limited(limit, value):
+    """Lower a limit of this process."""
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
 
 
 # -- what must not be left behind ------------------------------------------------------------------

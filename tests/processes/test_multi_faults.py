@@ -57,17 +57,6 @@ def make(request):
 
 
 @contextmanager
-def limited(limit, value):
-    """Lower a limit of this process."""
-    before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(limit, before)
-
-
-@contextmanager
 def no_gaps():
     """Open files until no number below the highest one is free; yield how many are open."""
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -107,7 +96,7 @@ def test_a_limit_of_open_files_is_named(left):
             lambda: ParallelEnv(4, "CartPole-v1").reset(),
         ):
             with (
-                limited(resource.RLIMIT_NOFILE, taken + left),
+                rig.limited(resource.RLIMIT_NOFILE, taken + left),
                 pytest.raises(ConfigError, match=rf"RLIMIT_NOFILE .* is {taken + left} .*raise it"),
             ):
                 build()
@@ -118,7 +107,7 @@ def test_a_limit_of_memory_is_named():
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     rows = TensorDict({"observation": torch.zeros(1, 64)}, [1])
     with (
-        limited(resource.RLIMIT_AS, pages * resource.getpagesize() + (100 << 20)),
+        rig.limited(resource.RLIMIT_AS, pages * resource.getpagesize() + (100 << 20)),
         pytest.raises(ConfigError, match=r"RLIMIT_AS .*raise it"),
     ):
         rb.extend(rows)

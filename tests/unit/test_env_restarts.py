@@ -14,6 +14,7 @@ from tensordict.nn import TensorDictModule
 from gleanrl import (
     Collector,
     ConfigError,
+    GleanError,
     LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
@@ -166,6 +167,17 @@ def test_episodes_that_are_cut_count_with_their_steps(at):
     assert stats["return_mean"] == pytest.approx(np.mean(counted))
 
 
+class Linear(torch.nn.Module):
+    """Has weights, and does not use them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, observation):
+        return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+
+
 class Remembers(torch.nn.Module):
     """Counts its steps in a recurrent state."""
 
@@ -210,6 +222,27 @@ def test_workers_build_theirs_anew_and_say_so(kind):
             ):
                 pass
         assert collector.stats()["env_restarts"] == 1
+
+
+def test_errors_in_batches_that_are_discarded_are_told_and_stale_weights_are_no_hang():
+    policy = TensorDictModule(Linear(), ["observation"], ["action"])
+    with MultiSyncCollector(
+        [fragile(("step", 30)), fragile(number=1)],
+        policy,
+        frames_per_batch=20,
+        total_frames=-1,
+        on_env_error="restart",
+        max_lag=0,
+    ) as collector:
+        collector.next()
+        collector.update_policy_weights_(worker_ids=[0])
+        with (
+            pytest.warns(UserWarning, match="in worker 0, environment 0 was built anew"),
+            pytest.raises(
+                GleanError, match=r"discarded: .*max_lag=0 versions old; send weights to"
+            ),
+        ):
+            collector.next()
 
 
 @pytest.mark.parametrize("compact", [False, True])

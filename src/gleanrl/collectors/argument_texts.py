@@ -181,7 +181,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "raises the last error, and otherwise collection continues without the worker.",
         "max_lag": "Policy versions that a batch's weights may be behind the learner's. An older "
         "batch is discarded and counted; its unfinished trajectories are continued by no later "
-        "frames. By default every batch is delivered.",
+        "frames. A hundred such batches in a row are an error. By default every batch is "
+        "delivered.",
     },
     "Nodes and actors": {
         "launcher": '``"mp"``: processes of this machine. ``"submitit"``: Slurm jobs. '

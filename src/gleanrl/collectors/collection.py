@@ -14,7 +14,7 @@ from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.hooks import Hooks, HooksInWorkers
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
 from gleanrl.engine.budget import Budget
@@ -29,7 +29,7 @@ from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
 
 _MOST_OLD = 100
-"""Batches that are discarded one after another before a warning says so."""
+"""Batches that are discarded one after another before that is an error."""
 
 
 class Collection:
@@ -143,9 +143,7 @@ class Collection:
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
-        for worker, report in reports.items():
-            for failure in report.failures:
-                self._env_failed(worker, failure)
+        self._note_failures(reports)
         self.watching.gathered(reports, weights.number, requested_at, self.status)
         if weights.schedule is not None:
             weights.after_batch(reports)
@@ -163,19 +161,23 @@ class Collection:
         self.budget.delivered -= frames
         self.engine.discards["lag"] += frames
         self.pipeline.forget(batch)
+        self._note_failures(reports)
         self._old_in_a_row += 1
         if self._old_in_a_row == _MOST_OLD:
-            warn(
+            raise GleanError(
                 f"{_MOST_OLD} batches in a row were discarded: their weights were more than "
-                f"max_lag={most} versions old; update less often, or make batches smaller"
+                f"max_lag={most} versions old; send weights to all workers, less often, or make "
+                "batches smaller"
             )
         return True
 
-    def _env_failed(self, worker: int, failure: str) -> None:
-        """Count an environment that was built anew, and warn of it."""
-        self.env_restarts += 1
-        where = f"in worker {worker}, " if self._several else ""
-        warn(f"{where}{failure}")
+    def _note_failures(self, reports: Rollouts) -> None:
+        """Count environments that were built anew, and warn of each."""
+        for worker, report in reports.items():
+            for failure in report.failures:
+                self.env_restarts += 1
+                where = f"in worker {worker}, " if self._several else ""
+                warn(f"{where}{failure}")
 
     def unprocessed(self) -> TensorDictBase | None:
         """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
@@ -222,15 +224,17 @@ class Collection:
 
     def finish_filling(self) -> None:
         """Collect the rollouts under way that workers write to the buffer, and count their rows."""
-        while self.plan.fills and not self.engine.gather.idle:
-            delivered = self.collect(feed=False)
-            if not self.filling.is_running():
-                self.ready += delivered
+        if self.plan.fills:
+            self._finish()
 
     def settle(self) -> None:
         """Collect what is under way that cannot be part of a state."""
-        self.finish_filling()
-        while isinstance(self.engine.gather, SyncGather) and not self.engine.gather.idle:
+        if self.plan.fills or isinstance(self.engine.gather, SyncGather):
+            self._finish()
+
+    def _finish(self) -> None:
+        """Collect all rollouts under way."""
+        while not self.engine.gather.idle:
             delivered = self.collect(feed=False)
             if not self.filling.is_running():
                 self.ready += delivered

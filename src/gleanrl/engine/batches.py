@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -122,7 +122,9 @@ class BatchPlan:
         count = 1 if self._options.single else len(self._fixed)
         slab, dim = self._slab(self._fixed[:count])
         slots = SlabSlots(Arena(slab, 2), 2, BatchOptions(device=self._options.device), dim)
-        return slots.hand_over(slots.acquire() or 0, [])
+        slot = slots.acquire()
+        assert slot is not None
+        return slots.hand_over(slot, [])
 
     def _slab(self, layouts: Sequence[Layout]) -> tuple[Slab, int]:
         """Return the memory of one batch, and the dimension along which parts are concatenated."""
@@ -276,13 +278,19 @@ class SlabSlots(Slots):
         return batch
 
     def copied(self, slot: int, report: m.Report) -> TensorDictBase | None:
-        payload = self._copied(self.windows[slot][0]) if report.payload is None else report.payload
-        payload = payload.cpu().clear_device_() if report.payload is not None else payload
-        batch = self._put_together([payload.clone()], [report])
-        return batch if self._device is None else batch.to(self._device)
+        if report.payload is not None:
+            report = replace(report, payload=report.payload.clone())
+        return self._apart(slot, [report])
 
     def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Put a batch together of which some rollouts are payloads."""
+        batch = self._apart(slot, reports)
+        self._prepared = None
+        self.release(slot)
+        return batch
+
+    def _apart(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
+        """Put a batch together of payloads, and of copies of what is in the slot."""
         parts: list[TensorDictBase] = [
             self._copied(self.windows[slot][worker])
             if report.payload is None
@@ -290,8 +298,6 @@ class SlabSlots(Slots):
             else report.payload.cpu().clear_device_()
             for worker, report in enumerate(reports)
         ]
-        self._prepared = None
-        self.release(slot)
         batch = self._put_together(parts, reports)
         return batch if self._device is None else batch.to(self._device)
 

@@ -246,15 +246,11 @@ class SyncGather(Gather):
         for error in failures:
             raise error
 
-    def _awaited(self, ticket: Ticket) -> bool:
-        """Whether a rollout may still come, from the worker or from its replacement."""
-        if ticket.reply is not None:
-            return False
-        return ticket.lost is None or self._replaced(ticket)
-
     def _replaced(self, ticket: Ticket) -> bool:
-        """Whether a replacement makes the rollout that the lost worker owes."""
+        """Whether a replacement makes the rollout of a worker that was lost, if it was."""
         session = self.session
+        if ticket.lost is None:
+            return False
         coming = ticket.worker in session.joining or ticket.worker not in session.lost
         return session.tolerant and coming and ticket.over
 
@@ -270,9 +266,7 @@ class SyncGather(Gather):
         failures: list[BaseException] = []
         self._request_again(begun)
         for ticket in begun.tickets:
-            excused = ticket.lost is not None and (
-                self._replaced(ticket) or self._tolerated(ticket)
-            )
+            excused = self._replaced(ticket) or self._tolerated(ticket)
             if ticket.error is not None and not excused:
                 failures.append(session.lost.get(ticket.worker, ticket.error))
         failures = failures or session.take_failures()
@@ -282,8 +276,9 @@ class SyncGather(Gather):
         return failures
 
     def _tolerated(self, ticket: Ticket) -> bool:
-        """Whether the batch may lack the rollout."""
-        return self._blanks and ticket.over and bool(self.session.alive)
+        """Whether the worker was lost, and the batch may lack its rollout."""
+        lost = ticket.lost is not None and ticket.over
+        return lost and self._blanks and bool(self.session.alive)
 
     def _request_again(self, begun: _Round) -> None:
         """Request the rollouts of lost workers from replacements that are up."""
@@ -315,7 +310,7 @@ class SyncGather(Gather):
             self.session.warn_silent()
         self._update_stop(begun)
         self._request_again(begun)
-        waits = self.session.can_continue and any(map(self._awaited, begun.tickets))
+        waits = self.session.can_continue and any(t.due or self._replaced(t) for t in begun.tickets)
         return not waits or self._deadline(begun).expired
 
     @property
