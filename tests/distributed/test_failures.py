@@ -24,6 +24,7 @@ from gleanrl import (
     ConfigError,
     DistributedCollector,
     LazyTensorStorage,
+    MultiAsyncCollector,
     ReplayBuffer,
     WorkerDied,
 )
@@ -391,3 +392,40 @@ SCRIPT = """
 
 def test_a_replacement_that_is_joining_ends_with_a_learner_that_is_killed(tmp_path):
     run_learner(SCRIPT, path=str(tmp_path))
+
+
+def processes(*envs, per_node, **options):
+    return MultiAsyncCollector(list(envs), None, frames_per_batch=per_node, **options)
+
+
+@pytest.mark.filterwarnings("ignore:collection continues|.*takes part again")
+@pytest.mark.parametrize("kind", [nodes, processes])
+def test_batches_that_the_user_keeps_while_a_worker_is_replaced_are_right(kind):
+    held = []
+
+    def of_worker_1():
+        return [batch for batch in held if number_in(batch) == 1]
+
+    def waiting():
+        collector.getattr_env("number")  # takes in what has come
+        return collector.stats()["frames_under_way"]
+
+    envs = [rig.counting(0), rig.counting(1)]
+    with kind(*envs, per_node=8, total_frames=-1, on_failure="relaunch") as collector:
+        while len(of_worker_1()) < 2:
+            held.append(collector.next())
+        # Then no rollout is lost with the worker, and its batches keep their memory.
+        rig.until(lambda: waiting() == 4 * 8)
+        kill(collector, 1)
+        rig.until(lambda: collector.get_distant_attr("env.number") == [0, None])
+        with rig.in_time(4 * rig.LIMIT):
+            while len(of_worker_1()) < 12:
+                held.append(collector.next())
+        assert collector.stats()["frames"] == 8 * len(held)
+    for number in (0, 1):
+        batches = [b for b in held if number_in(b) == number]
+        steps = [int(n) for b in batches for n in b["next", "observation"][:, 1]]
+        lives = steps.count(1)
+        second = len(steps) - steps[::-1].index(1) - 1
+        assert lives == 1 + number
+        assert steps == [*range(1, second + 1), *range(1, len(steps) - second + 1)]

@@ -63,6 +63,8 @@ class BatchPlan:
         """The layouts, if every worker has one."""
         self.arenas: dict[int, Arena] = {}
         """By the number that windows have: the worker's if each has its own memory, else 0."""
+        self._slots = 0
+        """Slots of all arenas so far, of which each has a number of its own."""
 
     @property
     def uniform(self) -> bool:
@@ -104,7 +106,8 @@ class BatchPlan:
                 f"{count} batches of {slab.nbytes:,} bytes",
                 "lower frames_per_batch, the number of workers or of environments",
             )
-        self.arenas[number] = arena = Arena(slab, count, self._shared, number)
+        self.arenas[number] = arena = Arena(slab, count, self._shared, number, self._slots)
+        self._slots += count
         return SlabSlots(arena, count, self._options, dim)
 
     def fake_batch(self) -> TensorDictBase:

@@ -174,7 +174,12 @@ class Arena:
     """
 
     def __init__(
-        self, slab: Slab, slots: int, shared: SharedMemory | None = None, number: int = 0
+        self,
+        slab: Slab,
+        slots: int,
+        shared: SharedMemory | None = None,
+        number: int = 0,
+        first: int = 0,
     ) -> None:
         """Reserve the memory.
 
@@ -184,8 +189,10 @@ class Arena:
             shared: Memory that worker processes map; private memory by default. It is mapped at
                 first use, so that several arenas can lie in it.
             number: Which of several arenas it is; windows name it.
+            first: The number that windows give to the first slot. Workers remember windows by the
+                numbers of slots, so that no two arenas of a worker may have one in common.
         """
-        self._number = number
+        self._number, self._first = number, first
         self.slab = slab
         self.nbytes = slab.nbytes * slots
         """Bytes reserved."""
@@ -229,7 +236,8 @@ class Arena:
 
     def reference(self, slot: int, worker: int) -> WindowRef:
         """Describe the part of ``slot`` that ``worker`` writes."""
-        return self.slab.reference(slot, worker, self._start(slot), self._number)
+        number = self._first + slot
+        return self.slab.reference(number, worker, self._start(slot), self._number)
 
     def _start(self, slot: int) -> int:
         return self._base + slot * self.slab.nbytes
