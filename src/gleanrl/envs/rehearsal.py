@@ -24,6 +24,7 @@ from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.recorded_step import FLAGS
 from gleanrl.envs.tape import Tape
 from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_parts import (
     Parts,
     Unproven,
@@ -68,17 +69,19 @@ def _prove(rows: TransformedRows) -> None:
     # Warnings about copies repeat those about the originals.
     with preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
-        plain, other = (_twin(parts, tapes) for tapes in casts)
+        handle, other = (_twin(parts, tapes) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
         twin.pass_on(rows.passed)
         stateful = any(map(is_stateful, parts.transforms))
         if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
+        plain = _PlainRows(handle)
+        plain.passed = rows.passed
         _compare(plain, twin)
         if stateful:
-            _compare_states(parts_of(plain.env), twin.parts)
-        if [tape.log for tape in casts[0]] != [tape.log for tape in casts[1]]:
-            raise Unproven("the Gymnasium environments got other actions in a rehearsal")
+            _compare_states(parts_of(handle.env), twin.parts)
+        logs = [[tape.log for tape in cast] for cast in casts]
+        _require(logs[0] == logs[1], "the Gymnasium environments got other actions")
 
 
 def _twin(parts: Parts, tapes: Sequence[Tape]) -> TensorDictHandle:
@@ -91,46 +94,63 @@ def _believe(rows: TransformedRows) -> None:
     """Prove nothing, because ``rows`` are part of a proof."""
 
 
-def _compare(plain: TensorDictHandle, rows: TransformedRows) -> None:
+class _PlainRows(TensorDictRows):
+    def _write(self, finished: TensorDictBase, t: int) -> None:
+        """Write the results of a step.
+
+        Raises:
+            Unproven: it has entries that rows have not.
+        """
+        roots = [*self._seen, *self._actions, *(flag.key for flag in FLAGS)]
+        shown = {*roots, *map(next_key, self._after)}
+        odd = shown ^ set(map(as_key, finished.keys(True, True)))
+        _require(not odd, f"it adds entries to a step ({sorted(odd, key=str)})")
+        super()._write(finished, t)
+
+
+def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
     layout = rows.layout
     after = [*layout.observations, *layout.rewards, *FLAGS]
     nexts = [Field(next_key(field.key), field.shape, field.dtype) for field in after]
     fields = [*layout.observations, *layout.actions, *nexts]
+    windows = [_opened(each, fields) for each in (plain, rows)]
+    for t in range(_STEPS):
+        stream = torch.get_rng_state()
+        actions = plain.handle.env.rand_action(plain.handle.root.copy())
+        after_draw = torch.get_rng_state()
+        torch.set_rng_state(stream)
+        drawn = rows.handle.env.rand_action()
+        for field in layout.actions:
+            _require_equal(field.key, drawn.get(field.key), actions.get(field.key))
+        _require(torch.equal(torch.get_rng_state(), after_draw), "it draws other actions")
+        given = {field.key: drawn.get(field.key) for field in layout.actions}
+        passing = [field for field in layout.observations if field.key in rows.passed]
+        given |= {next_key(field.key): _made_up(field, layout, t) for field in passing}
+        ends, streams = [], []
+        for each, window in zip((plain, rows), windows, strict=True):
+            for key, value in given.items():
+                target = window.tensor(key)[:, t]
+                target.copy_(value.reshape(target.shape))
+            torch.set_rng_state(after_draw)
+            ends.append(list(each.step(t, (0,) if t == _CUT_AT else ())))
+            streams.append(torch.get_rng_state())
+        _require(ends[0] == ends[1], "other episodes end")
+        _require(torch.equal(*streams), "it draws other random numbers")
+        for field in fields:
+            _require_equal(field.key, *(window.tensor(field.key)[:, t] for window in windows))
+    rows.finish(_STEPS)
+
+
+def _opened(rows: TensorDictRows, fields: Sequence[Field]) -> Window:
+    """Return a window of ``fields`` in which ``rows`` are about to step."""
+    layout = rows.layout
     window = Window.allocate(fields, layout.num_envs, _STEPS)
     carry = Window.allocate(layout.observations, layout.num_envs, 1)
     rows.reset(carry)
     for field in layout.observations:
         window.tensor(field.key)[:, 0] = carry.tensor(field.key)[:, 0]
     rows.begin(window, carry)
-    plain.begin()
-    shown = {field.key for field in [*fields, *FLAGS]}
-    for t in range(_STEPS):
-        before = torch.get_rng_state()
-        plain.root = plain.env.rand_action(plain.root)
-        for field in layout.actions:
-            rows_of_action = window.tensor(field.key)[:, t]
-            rows_of_action.copy_(plain.root.get(field.key).reshape(rows_of_action.shape))
-        for field in (field for field in layout.observations if field.key in rows.passed):
-            written = window.tensor(next_key(field.key))[:, t].copy_(_made_up(field, layout, t))
-            plain.root.set(next_key(field.key), written.reshape(*layout.batch_shape, *field.shape))
-        steps: list[TensorDictBase] = []
-        cut = (0,) if t == _CUT_AT else ()
-        ended = plain.step(cut, steps.append)
-        after_plain = torch.get_rng_state()
-        torch.set_rng_state(before)
-        drawn = rows.handle.env.rand_action()
-        for field in layout.actions:
-            _require_equal(field.key, drawn.get(field.key), window.tensor(field.key)[:, t])
-        if list(rows.step(t, cut)) != list(ended or ()):
-            raise Unproven("other episodes end in a rehearsal")
-        if not torch.equal(torch.get_rng_state(), after_plain):
-            raise Unproven("it draws other random numbers in a rehearsal")
-        found = {as_key(key): value for key, value in steps[0].items(True, True)}
-        if found.keys() != shown:
-            raise Unproven(f"it adds entries to a step: {sorted(found.keys() ^ shown, key=str)}")
-        for field in fields:
-            _require_equal(field.key, found[field.key], window.tensor(field.key)[:, t])
-    rows.finish(_STEPS)
+    return window
 
 
 def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
@@ -151,9 +171,11 @@ def _compare_states(plain: Parts, other: Parts) -> None:
             _require_equal((type(one).__name__, "state"), mine, its)
 
 
+def _require(proven: bool, what: str) -> None:
+    if not proven:
+        raise Unproven(f"{what} in a rehearsal")
+
+
 def _require_equal(key: Key, value: torch.Tensor, row: torch.Tensor) -> None:
-    if value.dtype == row.dtype and value.numel() == row.numel():
-        mine, its = (np.ascontiguousarray(one.numpy()).tobytes() for one in (value, row))
-        if mine == its:
-            return
-    raise Unproven(f"{'.'.join(key)} differs in a rehearsal")
+    mine, its = (np.ascontiguousarray(one.numpy()).tobytes() for one in (value, row))
+    _require(value.dtype == row.dtype and mine == its, f"{'.'.join(key)} differs")

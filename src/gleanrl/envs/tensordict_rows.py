@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,21 @@ class TensorDictRows(EnvRows):
     """
 
     checks_actions = True
+    passed: Collection[Key] = ()
+    """Observations that the policy writes under ``"next"`` before each step."""
 
-    def __init__(self, handle: TensorDictHandle, specs: Sequence[Mapping[Key, Spec]]) -> None:
-        """Step the environment of ``handle``, whose observations and actions have ``specs``."""
-        self._handle = handle
+    def __init__(
+        self,
+        handle: TensorDictHandle,
+        specs: tuple[Mapping[Key, Spec], Mapping[Key, Spec]] = ({}, {}),
+    ) -> None:
+        """Step the environment of ``handle``, which was reset once.
+
+        Args:
+            handle: Taken over. The first `reset` shows what the reset before it returned.
+            specs: Of observations and of actions.
+        """
+        self.handle = handle
         self.layout = layout = learn_layout(handle.env, handle.root)
         self.observation_specs, self.action_specs = specs
         self.can_cut = any(key[-1] == "truncated" for key in handle.ends.keys)
@@ -61,57 +72,80 @@ class TensorDictRows(EnvRows):
         self._seen = [field.key for field in layout.observations]
         flags = (key for group in layout.dones for key in group.keys())
         self._after = [*self._seen, *(field.key for field in layout.rewards), *flags]
+        self._fresh_root = True
         self._rows: dict[Key, Sequence[torch.Tensor]] = {}
 
     @property
     def inner(self) -> Any:
-        return self._handle.inner
+        return self.handle.inner
 
     def begin(self, window: Window, carry: Window) -> None:
         batch = self.layout.batch_shape
-        keys = {*self._actions, *map(next_key, self._after)}
-        self._rows = {key: batch_rows(window, key, batch) for key in keys}
+        there = {*self._actions, *map(next_key, self._after)}.intersection(window.keys())
+        self._rows = {key: batch_rows(window, key, batch) for key in there}
         for key in self._seen:
             after_last = batch_rows(carry, key, batch)
             self._rows[key] = (*batch_rows(window, key, batch), *after_last)
-        self._handle.begin()
+        self.handle.begin()
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        handle, rows = self._handle, self._rows
-        for key in self._actions:
-            handle.root.set(key, rows[key][t].clone())
-        ended = handle.step(cut, lambda finished: self._put(finished.get(NEXT), t, True))
-        self._put(handle.root, t + 1)
-        self.reset_s = handle.reset_s
+        handle = self.handle
+        for key in (*self._actions, *map(next_key, self.passed)):
+            handle.root.set(key, self._rows[key][t].clone())
+        ended = handle.step(cut, lambda finished: self._write(finished, t))
+        for key in self._seen:
+            self._put(handle.root, key, self._rows[key][t + 1])
         return ended or ()
 
+    def _write(self, finished: TensorDictBase, t: int) -> None:
+        """Write the results of the ``finished`` step ``t``."""
+        after = finished.get(NEXT)
+        for key in self._after:
+            if (rows := self._rows.get(next_key(key))) is not None:
+                self._put(after, key, rows[t])
+
     def finish(self, steps: int) -> None:
-        """Do nothing: all was written by the steps."""
+        self.reset_s += self.handle.reset_s
+        self.handle.reset_s = 0.0
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        self._handle.reset(envs, options)
-        batch = self.layout.batch_shape
-        self._rows = {key: batch_rows(carry, key, batch) for key in self._seen}
-        self._put(self._handle.root, 0)
+        if envs is not None or options or not self._fresh_root:
+            self.handle.reset(envs, options)
+        self._fresh_root = False
+        where: Any = slice(None) if envs is None else list(envs)
+        for field in self.layout.observations:
+            shown = torch.empty(self.layout.batch_shape + field.shape, dtype=field.dtype)
+            self._put(self.handle.root, field.key, shown)
+            carry.tensor(field.key)[where, 0] = shown.view(-1, *field.shape)[where]
+
+    def _put(self, data: TensorDictBase, key: Key, row: torch.Tensor) -> None:
+        """Copy an entry of ``data`` into ``row``."""
+        value = data.get(key, None)
+        fits = isinstance(value, torch.Tensor) and value.shape == row.shape
+        if not fits or value.dtype != row.dtype:
+            came = "nothing" if value is None else f"{value!r:.80}"
+            raise EnvError(
+                f"{self.handle.kind} returned {came} as {format_key(key)}; its first reset "
+                f"and its specs have {row.dtype} of shape {tuple(row.shape)}"
+            )
+        row.copy_(value.detach())
 
     def seed(self, seed: int, static: bool = False) -> int:
-        return self._handle.seed(seed, static)
+        self._fresh_root = False
+        return self.handle.seed(seed, static)
+
+    def state(self) -> dict[str, Any]:
+        return self.handle.state()
+
+    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self.handle.load_state(state, strict)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        return self._handle.snapshot(allow_pickle)
+        return self.handle.snapshot(allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        self._handle.resume(snapshot, allow_pickle)
+        self.handle.resume(snapshot, allow_pickle)
+        self._fresh_root = False
 
-    def _put(self, data: TensorDictBase, t: int, after: bool = False) -> None:
-        """Write observations into root row ``t``, or the results of step ``t`` into its row."""
-        for key in self._after if after else self._seen:
-            row, value = self._rows[next_key(key) if after else key][t], data.get(key, None)
-            fits = isinstance(value, torch.Tensor) and value.shape == row.shape
-            if not fits or value.dtype != row.dtype:
-                came = "nothing" if value is None else f"{value!r:.80}"
-                raise EnvError(
-                    f"{self._handle.kind} returned {came} as {format_key(key)}; its first reset "
-                    f"and its specs have {row.dtype} of shape {tuple(row.shape)}"
-                )
-            row.copy_(value.detach())
+    def close(self) -> None:
+        self.handle.close()

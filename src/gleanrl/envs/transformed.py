@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import NEXT, Key, as_key, format_key, next_key
+from gleanrl.core.keys import NEXT, Key, as_key, format_key
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
-from gleanrl.envs.recorded_step import FLAGS, RecordedStep
-from gleanrl.envs.row_env import EnvRows
-from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
+from gleanrl.envs.recorded_step import RecordedStep
+from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_parts import Parts, Unproven, parts_of, unproven_on_error
 
 _DRAWS = 5
 """Draws that are compared."""
 
 
-class TransformedRows(EnvRows):
+class TransformedRows(TensorDictRows):
     """A TorchRL environment that consists of `Parts`.
 
     Its parts are stepped without TensorDicts. Resets of all members, seeds and saved states are the
     environment's own, and so are its steps once it was changed in a way that is not proven.
     """
+
+    checks_actions = False
 
     def __init__(
         self, handle: TensorDictHandle, parts: Parts, prove: Callable[[TransformedRows], None]
@@ -45,18 +46,13 @@ class TransformedRows(EnvRows):
         Raises:
             Unproven: it has to be stepped by its own methods.
         """
-        self.handle, self._prove = handle, prove
-        env = handle.env
-        self.layout = learn_layout(env, handle.root)
+        super().__init__(handle)
+        self._prove = prove
+        self.can_cut = True  # which the layout implies
         _require_plain_layout(self.layout)
-        self.observation_specs = {}
-        self._fresh_root = True
-        """Whether the results of the last reset of all members were not shown yet."""
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Is told of members that are reset while others go on."""
         self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
-        self._passed: Collection[Key] = ()
-        """Observations that the policy writes under ``"next"``."""
         self._why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
@@ -79,10 +75,6 @@ class TransformedRows(EnvRows):
         return None if masks else self._recorded.action_specs.get(key)
 
     @property
-    def inner(self) -> Any:
-        return self.handle.inner
-
-    @property
     def parts(self) -> Parts:
         """What the environment consists of."""
         return self._recorded.parts
@@ -94,13 +86,8 @@ class TransformedRows(EnvRows):
         return self._recorded.explain()
 
     def _record(self, parts: Parts) -> None:
-        self._recorded = RecordedStep(self.layout, parts, self._passed)
+        self._recorded = RecordedStep(self.layout, parts, self.passed)
         self._prove(self)
-
-    @property
-    def passed(self) -> Collection[Key]:
-        """Observations that the policy writes under ``"next"`` before each step."""
-        return self._passed
 
     def pass_on(self, keys: Collection[Key]) -> None:
         """Have transforms pass on ``keys``, which the policy writes under ``"next"``.
@@ -109,13 +96,12 @@ class TransformedRows(EnvRows):
             Unproven: they do something else.
         """
         if keys:
-            self._passed = keys
+            self.passed = keys
             with unproven_on_error():
                 self._record(self.parts)
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; look whether the environment was changed."""
-        self._window, self._carry = window, carry
         try:
             with unproven_on_error():
                 self._look()
@@ -123,7 +109,11 @@ class TransformedRows(EnvRows):
             self._why = str(err)
         if self._why:
             self._step = self._step_plainly
-            self._begin_plainly()
+            super().begin(window, carry)
+            root = self.handle.root.copy()  # recorded steps leave it behind
+            for key in self._seen:
+                root.set(key, self._rows[key][0].clone())
+            self.handle.root = root
         else:
             self._step = self._recorded.step
             self._recorded.begin(window, carry, self.on_partial_reset)
@@ -144,103 +134,38 @@ class TransformedRows(EnvRows):
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         return self._step(t, cut, resets)
 
-    def finish(self, steps: int) -> None:
-        for stepped in (self._recorded, self.handle):  # either may have been replaced since
-            self.reset_s += stepped.reset_s
-            stepped.reset_s = 0.0
+    def _step_plainly(self, t: int, cut: Sequence[int], resets: bool) -> Sequence[int]:
+        ended = super().step(t, cut, resets)
+        self._tell(ended)
+        return ended
 
-    # -- by the environment's own methods ----------------------------------------------------------
-
-    def _begin_plainly(self) -> None:
-        """Continue from the first root row."""
-        handle, window = self.handle, self._window
-        handle.begin()
-        root: TensorDictBase = handle.root.copy()
-        for field in self.layout.observations:
-            root.set(field.key, self._shaped(field, window.tensor(field.key)[:, 0]).clone())
-        handle.root = root
-
-    def _step_plainly(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        """Step by the environment's own methods.
+    def _write(self, finished: TensorDictBase, t: int) -> None:
+        """Write the results of step ``t`` by the environment's own methods.
 
         Raises:
-            EnvError: a step has other entries than when the collector was built.
+            EnvError: they have other entries than when the collector was built.
         """
-        handle, layout, window = self.handle, self.layout, self._window
-        for field in layout.actions:
-            action = self._shaped(field, window.tensor(field.key)[:, t])
-            handle.root.set(field.key, action.clone())
-        for field in layout.observations:
-            if field.key in self._passed:
-                written = self._shaped(field, window.tensor(next_key(field.key))[:, t])
-                handle.root.set(next_key(field.key), written.clone())
-        steps: list[TensorDictBase] = []
-        ended = handle.step(cut, steps.append)
-        after = steps[0].get(NEXT)
-        self._check_entries(after)
-        for key in after.keys(True, True):
-            rows = next_key(as_key(key))
-            if rows in window.keys():
-                target = window.tensor(rows)[:, t]
-                target.copy_(after.get(key).reshape(target.shape))
-        last = t + 1 == window.steps
-        for field in layout.observations:
-            value = handle.root.get(field.key).reshape(layout.num_envs, *field.shape)
-            where = self._carry.tensor(field.key) if last else window.tensor(field.key)
-            where[:, 0 if last else t + 1] = value
-        self._tell(ended or ())
-        return ended or ()
-
-    def _tell(self, ended: Sequence[int]) -> None:
-        if 0 < len(ended) < self.layout.num_envs:
-            self.on_partial_reset(ended)
-
-    def _shaped(self, field: Field, row: torch.Tensor) -> torch.Tensor:
-        return row.reshape(*self.layout.batch_shape, *field.shape)
-
-    def _check_entries(self, after: TensorDictBase) -> None:
-        layout = self.layout
-        known = {field.key for field in (*layout.observations, *layout.rewards, *FLAGS)}
-        if differing := known ^ set(map(as_key, after.keys(True, True))):
+        found = set(map(as_key, finished.get(NEXT).keys(True, True)))
+        if differing := found ^ set(self._after):
             raise EnvError(
                 f"{self.handle.kind} was changed after the collector was built: its steps have "
                 f"other entries now ({', '.join(sorted(map(format_key, differing)))}); change it "
                 "before, or pass fast=False"
             )
+        super()._write(finished, t)
+
+    def finish(self, steps: int) -> None:
+        super().finish(steps)
+        self.reset_s += self._recorded.reset_s
+        self._recorded.reset_s = 0.0
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        handle = self.handle
-        if envs is not None or options or not self._fresh_root:
-            handle.reset(envs, options)
-        self._fresh_root = False
-        where: Any = slice(None) if envs is None else list(envs)
-        for field in self.layout.observations:
-            value = handle.root.get(field.key).reshape(self.layout.num_envs, *field.shape)
-            carry.tensor(field.key)[where, 0] = value[where]
+        super().reset(carry, envs, **options)
         self._tell(envs or ())
 
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Seed the user's environment; see `TensorDictHandle.seed`."""
-        return self.handle.seed(seed, static)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the user's environment."""
-        return self.handle.state()
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`."""
-        self.handle.load_state(state, strict)
-
-    def snapshot(self, allow_pickle: bool = False) -> Node:
-        return self.handle.snapshot(allow_pickle)
-
-    def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        self.handle.resume(snapshot, allow_pickle)
-        self._fresh_root = False
-
-    def close(self) -> None:
-        """Close the user's environment."""
-        self.handle.close()
+    def _tell(self, ended: Sequence[int]) -> None:
+        if 0 < len(ended) < self.layout.num_envs:
+            self.on_partial_reset(ended)
 
 
 def _nothing(envs: Sequence[int]) -> None:
