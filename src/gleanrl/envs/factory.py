@@ -101,26 +101,12 @@ def check_factories(factories: Sequence[Any]) -> None:
             )
 
 
-_IGNORED = frozenset(
-    {
-        "allow_step_when_done",
-        "consolidate",
-        "daemon",
-        "memmap",
-        "metadata_from_workers",
-        "mp_start_method",
-        "non_blocking",
-        "num_sub_threads",
-        "num_threads",
-        "pin_memory",
-        "policy_proof",
-        "serial_for_single",
-        "share_individual_td",
-        "shared_memory",
-        "shutdown_timeout",
-        "use_buffers",
-    }
-)
+_IGNORED = {
+    *("allow_step_when_done", "consolidate", "daemon", "memmap", "metadata_from_workers"),
+    *("mp_start_method", "non_blocking", "num_sub_threads", "num_threads", "pin_memory"),
+    *("policy_proof", "serial_for_single", "share_individual_td", "shared_memory"),
+    *("shutdown_timeout", "use_buffers"),
+}
 
 
 def check_ignored(kind: type, arguments: Mapping[str, Any]) -> None:
@@ -206,11 +192,7 @@ def _unknown_message(name: str, err: Exception) -> str:
 
 
 def _import_plugin(name: str) -> None:
-    """Import the package that registers ``name`` if it is known and installed.
-
-    A worker process has imported nothing but this library, so ids of Atari environments, say, would
-    not exist in it.
-    """
+    """Import the package that registers ``name``: a worker has imported nothing but GleanRL."""
     module = _PLUGINS.get(name.partition("/")[0]) if "/" in name else None
     if module is None or name in gym.registry or importlib.util.find_spec(module) is None:
         return

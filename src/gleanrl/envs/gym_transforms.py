@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from gleanrl.envs.libs.gym import FrameSkip
+
 Wrapped = gym.Wrapper[Any, Any, Any, Any]
 
 
@@ -27,28 +29,10 @@ def wrapped(env: gym.Env[Any, Any], member: Any, leading: Sequence[nn.Module]) -
         leading: The first transforms around ``member``, each of a class that is named here.
     """
     if member.wrapper_frame_skip != 1:
-        env = _RepeatsUntilEnd(env, member)
+        env = FrameSkip(env, member.wrapper_frame_skip)
     for part in leading:
         env = _WRAPPERS[type(part).__name__](env, part, member)
     return env
-
-
-class _RepeatsUntilEnd(Wrapped):
-    """Repeats actions as ``GymEnv(..., frame_skip=n)`` does."""
-
-    def __init__(self, env: gym.Env[Any, Any], member: Any) -> None:
-        super().__init__(env)
-        self._member = member
-
-    def step(self, action: Any) -> Any:
-        total: Any = 0
-        for _ in range(self._member.wrapper_frame_skip):
-            observation, reward, dead, late, info = self.env.step(action)
-            if reward is not None:
-                total = total + reward
-            if dead or late:
-                break
-        return observation, total, dead, late, info
 
 
 class _Repeats(Wrapped):

@@ -82,11 +82,7 @@ def _build(index: int, given: Any, kwargs: Mapping[str, Any], made: list[Any]) -
 def _restarting(
     items: Sequence[Any], options: SourceOptions, batch: bool, made: list[Any]
 ) -> RestartingEnv:
-    """Return environments of which each is built anew where it raises.
-
-    Raises:
-        ConfigError: they are not single Gymnasium environments that can be built again.
-    """
+    """Return single Gymnasium environments of which each is built anew where it raises."""
     envs = []
     for index, item in enumerate(items):
         env = _build(index, item, options.create_env_kwargs, made)

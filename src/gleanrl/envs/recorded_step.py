@@ -78,7 +78,7 @@ class RecordedStep:
         inverse = recorded("_inv_call", {}, {**memory.root, **memory.given})
         step = recorded("_step", inverse.results, memory.stepped)
         reset = recorded("_reset", {_RESET: memory.mask}, memory.reset)
-        if parts.levels > 1 and inverse.calls:
+        if len([*parts.shells[0], *parts.wholes]) > 1 and inverse.calls:
             raise Unproven("several transformed environments, one in another, change actions")
         memory.bind(layout, inverse, step, reset)
         self._act_calls: list[Callable[[], Any]] = [*inverse.calls, *memory.acting]
@@ -217,11 +217,7 @@ class _Memory:
     """The rows of one step, before and behind the transforms; arrays and tensors share memory."""
 
     def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key]) -> None:
-        """Allocate rows.
-
-        Raises:
-            Unproven: TorchRL shows other data than the Gymnasium environments have.
-        """
+        """Allocate rows; `Unproven` if TorchRL shows other data than the members have."""
         batch, envs = layout.batch_shape, layout.num_envs
         self.rows, self.count = _members_of(parts, batch), envs
         inner = self.rows.layout
@@ -275,11 +271,7 @@ class _Memory:
         step: TransformProgram,
         reset: TransformProgram,
     ) -> None:
-        """Find the results of recorded calls.
-
-        Raises:
-            Unproven: transforms return other entries than their specs declare.
-        """
+        """Find the results of recorded calls; `Unproven` if specs declare other entries."""
         envs = layout.num_envs
         observed = {f.key: f for f in layout.observations}
         rewards = {f.key: f for f in layout.rewards}
@@ -349,11 +341,7 @@ class _Members(GymnasiumEnv):
 
 
 def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
-    """Return the members as rows of one batch.
-
-    Raises:
-        Unproven: their data are not those that TorchRL shows.
-    """
+    """Return the members as rows of one batch; `Unproven` if TorchRL shows other data."""
     first = parts.members[0]
     if batch not in ((), (len(parts.members),)):
         raise Unproven(f"its batch size {batch} is not that of its members")

@@ -30,11 +30,7 @@ class _NotSent:
     reason: str
 
     def __call__(self, **kwargs: Any) -> Any:
-        """Raise the error that names the environment and the reason.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise the error that names the environment and the reason."""
         raise ConfigError(
             f"environment {self.name!r} is registered in the learner's process, but its "
             f"registration could not be sent to this one ({self.reason}); register it in a module "

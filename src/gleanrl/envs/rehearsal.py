@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 
 from gleanrl.core.keys import Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field
@@ -75,7 +74,7 @@ def _prove(rows: TransformedRows) -> None:
         stateful = any(map(is_stateful, parts.transforms))
         if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
-        plain = _PlainRows(handle)
+        plain = TensorDictRows(handle)
         plain.passed = rows.passed
         _compare(plain, twin)
         if stateful:
@@ -92,20 +91,6 @@ def _twin(parts: Parts, tapes: Sequence[Tape]) -> TensorDictHandle:
 
 def _believe(rows: TransformedRows) -> None:
     """Prove nothing, because ``rows`` are part of a proof."""
-
-
-class _PlainRows(TensorDictRows):
-    def _write(self, finished: TensorDictBase, t: int) -> None:
-        """Write the results of a step.
-
-        Raises:
-            Unproven: it has entries that rows have not.
-        """
-        roots = [*self._seen, *self._actions, *(flag.key for flag in FLAGS)]
-        shown = {*roots, *map(next_key, self._after)}
-        odd = shown ^ set(map(as_key, finished.keys(True, True)))
-        _require(not odd, f"it adds entries to a step ({sorted(odd, key=str)})")
-        super()._write(finished, t)
 
 
 def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
@@ -138,6 +123,9 @@ def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
         _require(torch.equal(*streams), "it draws other random numbers")
         for field in fields:
             _require_equal(field.key, *(window.tensor(field.key)[:, t] for window in windows))
+    shown = {field.key for field in [*fields, *FLAGS]}
+    odd = set(map(as_key, plain.handle.root.keys(True, True))) - shown
+    _require(not odd, f"it shows entries that its specs do not declare ({sorted(odd, key=str)})")
     rows.finish(_STEPS)
 
 

@@ -69,11 +69,7 @@ class EnvRows(Env, Resumable):
         return f"{self.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts"
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``.
-
-        Raises:
-            ConfigError: a method was replaced where these rows would not notice.
-        """
+        """Bind to ``window``; `ConfigError` if a method was replaced where rows do not notice."""
         if self.face is not None and not self.face.is_face():
             raise ConfigError(
                 f"a method of {self.inner!r:.100} was replaced after the collector was built, "
@@ -106,28 +102,16 @@ class EnvRows(Env, Resumable):
         return {}
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Refuse a state.
-
-        Raises:
-            ConfigError: there is something to restore, and ``strict`` is true.
-        """
+        """Raise `ConfigError` if there is something to restore, and ``strict`` is true."""
         if state and strict:
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Refuse, because a subclass does not say what its state is.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise `StateError`, because a subclass does not say what its state is."""
         raise StateError(f"{type(self.inner).__name__} has no state that can be saved")
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Refuse a snapshot.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise `StateError`, because there is no `snapshot`."""
         raise StateError(f"{type(self.inner).__name__} has no state that can be loaded")
 
     def close(self) -> None:

@@ -50,19 +50,9 @@ SPEC_GROUPS = ("observation", "action", "reward", "done", "state")
 """The groups of specs: observations, actions, rewards, end flags, and other inputs."""
 _FLAG_NAMES = ("done", "terminated", "truncated")
 _MEMBERS = (
-    "batch_size",
-    "full_observation_spec",
-    "full_action_spec",
-    "full_reward_spec",
-    "full_done_spec",
-    "reset",
-    "step_and_maybe_reset",
-    "maybe_reset",
-    "rand_action",
-    "set_seed",
-    "state_dict",
-    "load_state_dict",
-    "close",
+    *("batch_size", "full_observation_spec", "full_action_spec", "full_reward_spec"),
+    *("full_done_spec", "reset", "step_and_maybe_reset", "maybe_reset", "rand_action"),
+    *("set_seed", "state_dict", "load_state_dict", "close"),
 )
 """The attributes needed for steps with TensorDicts, as TorchRL's ``EnvBase`` has them."""
 
@@ -298,15 +288,12 @@ class EndFlags:
         """Mark ``envs`` truncated and done; the tensors in ``data`` are replaced, not changed."""
         for key in self.keys:
             if key[-1] != "terminated":
-                self._raise(data, key, envs)
-
-    def _raise(self, data: TensorDictBase, key: Key, envs: Sequence[int]) -> None:
-        value = data.get(key, None)
-        if value is None:
-            value = torch.zeros(self._shapes[key], dtype=torch.bool, device=data.device)
-        flat = value.reshape(self._envs, -1).clone()
-        flat[list(envs)] = True
-        data.set(key, flat.reshape(value.shape))
+                value = data.get(key, None)
+                if value is None:
+                    value = torch.zeros(self._shapes[key], dtype=torch.bool, device=data.device)
+                flat = value.reshape(self._envs, -1).clone()
+                flat[list(envs)] = True
+                data.set(key, flat.reshape(value.shape))
 
     def masks(self, envs: Sequence[int]) -> dict[Key, torch.Tensor]:
         """Return the ``"_reset"`` masks for a reset of ``envs``, one per prefix."""

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import NEXT, Key, format_key, next_key
+from gleanrl.core.keys import NEXT, Key, as_key, format_key, next_key
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
@@ -100,6 +100,11 @@ class TensorDictRows(EnvRows):
     def _write(self, finished: TensorDictBase, t: int) -> None:
         """Write the results of the ``finished`` step ``t``."""
         after = finished.get(NEXT)
+        if differing := set(map(as_key, after.keys(True, True))).symmetric_difference(self._after):
+            raise EnvError(
+                f"steps of {self.handle.kind} have other entries now than its specs and its reset "
+                f"had when the collector was built: {', '.join(sorted(map(format_key, differing)))}"
+            )
         for key in self._after:
             if (rows := self._rows.get(next_key(key))) is not None:
                 self._put(after, key, rows[t])

@@ -7,7 +7,7 @@ apart has exactly these classes, no method of which was replaced on the class or
 from __future__ import annotations
 
 import copy
-import sys
+import pkgutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,45 +32,46 @@ from gleanrl.operations.watch import Watch
 
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
-_TRANSFORMED = "torchrl.envs.transforms._base.TransformedEnv"
-_COMPOSE = "torchrl.envs.transforms._base.Compose"
-_STATELESS = {
-    f"torchrl.envs.transforms.{name}"
-    for name in (
-        *("_clip.ClipTransform", "_device.DoubleToFloat", "_device.DTypeCastTransform"),
-        *("_env.InitTracker", "_env.StepCounter", "_normalization.ObservationNorm"),
-        *("_normalization.RewardScaling", "_observation.CenterCrop", "_observation.Crop"),
-        *("_observation.FlattenObservation", "_observation.GrayScale"),
-        *("_observation.PermuteTransform", "_observation.Resize"),
-        *("_observation.SqueezeTransform", "_observation.ToTensorImage"),
-        *("_observation.UnsqueezeTransform", "_reward.BinarizeReward", "_reward.RewardClipping"),
-        *("_reward.RewardSum", "_reward.SignTransform", "_reward.TargetReturn"),
-        *("_tensor.CatTensors", "_keys.RenameTransform", "_keys.ExcludeTransform"),
-        *("_keys.SelectTransform", "_keys.RemoveEmptySpecs", "_reward.LineariseRewards"),
-        *("_action.ActionScaling", "_action.ActionDiscretizer"),
-        *("_clip.ExpandAs", "_misc.FiniteTensorDictCheck", "_env.TensorDictPrimer"),
-        "_action.DiscreteActionProjection",
-    )
-}
+_TRANSFORMS = "torchrl.envs.transforms"
+_TRANSFORMED = f"{_TRANSFORMS}._base.TransformedEnv"
+_COMPOSE = f"{_TRANSFORMS}._base.Compose"
+
+
+def _named(*modules: str) -> frozenset[str]:
+    """Return full names of transforms; ``"_clip ClipTransform ExpandAs"``: two of one module."""
+    split = (module.split() for module in modules)
+    return frozenset(f"{_TRANSFORMS}.{home}.{name}" for home, *names in split for name in names)
+
+
+_STATELESS = _named(
+    "_action ActionDiscretizer ActionScaling DiscreteActionProjection",
+    "_clip ClipTransform ExpandAs",
+    "_device DTypeCastTransform DoubleToFloat",
+    "_env InitTracker StepCounter TensorDictPrimer",
+    "_keys ExcludeTransform RemoveEmptySpecs RenameTransform SelectTransform",
+    "_misc FiniteTensorDictCheck",
+    "_normalization ObservationNorm RewardScaling",
+    "_observation CenterCrop Crop FlattenObservation GrayScale PermuteTransform Resize",
+    "_observation SqueezeTransform ToTensorImage UnsqueezeTransform",
+    "_reward BinarizeReward LineariseRewards RewardClipping RewardSum SignTransform TargetReturn",
+    "_tensor CatTensors",
+)
 """Transforms whose results depend on nothing but their settings and the data of the step."""
-_STATEFUL = {
-    f"torchrl.envs.transforms.{name}"
-    for name in (
-        *("_normalization.VecNorm", "vecnorm.VecNormV2"),
-        *("_observation.CatFrames", "_misc.TimeMaxPool"),
-    )
-}
+_STATEFUL = _named(
+    "_misc TimeMaxPool",
+    "_normalization VecNorm",
+    "_observation CatFrames",
+    "vecnorm VecNormV2",
+)
 """Transforms whose results depend on their tensors as well, which they change."""
-_COUNTER = "torchrl.envs.transforms._env.TrajCounter"
+_COUNTER = f"{_TRANSFORMS}._env.TrajCounter"
 _CALLED = {
     _COUNTER: {"_reset"},
-    "torchrl.envs.transforms._action.ActionMask": {"_step", "_reset"},
-    "torchrl.envs.transforms.gym_transforms.EndOfLifeTransform": {"_step", "_reset"},
+    f"{_TRANSFORMS}._action.ActionMask": {"_step", "_reset"},
+    f"{_TRANSFORMS}.gym_transforms.EndOfLifeTransform": {"_step", "_reset"},
 }
 """Phases of transforms that read or change something besides tensors: they are called."""
-_LEADING = {
-    f"torchrl.envs.transforms._env.{name}" for name in ("FrameSkipTransform", "NoopResetEnv")
-}
+_LEADING = _named("_env FrameSkipTransform NoopResetEnv")
 """Transforms that step and reset the environment under them."""
 _ALONE = {name.rpartition(".")[2] for name in _STATEFUL} | {
     *("TrajCounter", "ActionMask", "DiscreteActionProjection")
@@ -120,18 +121,10 @@ class Parts:
         """All environments with TensorDict methods."""
         return [*self.members, *chain.from_iterable(self.shells), self.base, *self.wholes]
 
-    @property
-    def levels(self) -> int:
-        """How many transformed environments there are, one in another."""
-        return len(self.shells[0]) + len(self.wholes)
-
     def first(self, count: int) -> Parts:
         """Return the parts of a batch of the first ``count`` members."""
-        members, gym_envs = self.members[:count], self.gym_envs[:count]
-        shells, own, leading = self.shells[:count], self.own[:count], self.leading[:count]
-        return replace(
-            self, members=members, gym_envs=gym_envs, shells=shells, own=own, leading=leading
-        )
+        each: Any = {name: getattr(self, name)[:count] for name in _OF_EACH}
+        return replace(self, **each)
 
     def watch(self, watch: Watch) -> None:
         """Have ``watch`` notice changes of classes and of transforms."""
@@ -182,6 +175,10 @@ class Parts:
         """Tell whether transforms of all members have the same numbers."""
         first, *others = [[one for part in own for one in part.buffers()] for own in self.own]
         return all(all(map(torch.equal, first, other)) for other in others)
+
+
+_OF_EACH = ("shells", "members", "gym_envs", "own", "leading")
+"""The `Parts` of which each member has its own."""
 
 
 def reset_rows(parts: Parts) -> dict[Key, torch.Tensor]:
@@ -290,11 +287,7 @@ def _members(env: Any) -> list[Any]:
 
 
 def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
-    """Require that transforms of all members have the same settings.
-
-    Raises:
-        Unproven: they do not, or that cannot be told.
-    """
+    """Raise `Unproven` unless transforms of all members are known to have the same settings."""
     first, *others = ([_settings(part) for part in each] for each in own)
     if any(other != first for other in others):
         raise Unproven(_UNLIKE)
@@ -319,7 +312,7 @@ def _around_all(
     They share the buffers of the originals, those in ``own``. Only their specs and methods are
     used.
     """
-    serial, compose = map(_class, (_SERIAL, _COMPOSE))
+    serial, compose = map(pkgutil.resolve_name, (_SERIAL, _COMPOSE))
     copies = [_copied(member, Tape(member._env)) for member in members]
     makers = [lambda copy=copy: copy for copy in copies]
     with warnings.catch_warnings(action="ignore"):  # about the originals they were given already
@@ -339,11 +332,6 @@ def _lives_of(transforms: Sequence[Any]) -> torch.Tensor:
     return torch.tensor([part._get_lives() for part in transforms])
 
 
-def _class(name: str) -> Any:
-    module, _, cls = name.rpartition(".")
-    return vars(sys.modules[module])[cls]
-
-
 def _chain_of(wholes: Sequence[Any]) -> tuple[nn.Module, ...]:
     """Return the transforms of ``wholes``, in the order in which they see an observation."""
     return tuple(part for whole in wholes for part in _chain(whole.transform))
@@ -359,8 +347,10 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
         return
     if qualified(type(transform)) not in {*_STATELESS, *_STATEFUL, *_CALLED, *_LEADING}:
         raise Unproven(f"{name} is not known to depend on the data of one step alone")
-    if _is_primer(transform) and any(map(callable, _defaults(transform))):
-        raise Unproven(f"{name} calls a function for the values that episodes begin with")
+    if _is_primer(transform):
+        first: Any = transform.default_value
+        if any(map(callable, [first, *(first.values() if isinstance(first, dict) else ())])):
+            raise Unproven(f"{name} calls a function for the values that episodes begin with")
     if name == "StepCounter" and not transform.update_done:
         raise Unproven("StepCounter truncates without ending episodes (update_done=False)")
     yield transform
@@ -368,11 +358,6 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
 
 def _is_primer(part: Any) -> bool:
     return type(part).__name__ == "TensorDictPrimer"
-
-
-def _defaults(primer: Any) -> list[Any]:
-    first = primer.default_value
-    return [first, *(first.values() if isinstance(first, dict) else ())]
 
 
 def _require_plain_gym(member: Any) -> None:
@@ -388,11 +373,7 @@ def _require_plain_gym(member: Any) -> None:
 
 
 def _require_own_methods(env: Any) -> None:
-    """Require that ``env`` has the methods that TorchRL wrote for its class.
-
-    Raises:
-        Unproven: one was replaced, on the instance or on the class.
-    """
+    """Raise `Unproven` unless ``env``, and its class, have the methods that TorchRL wrote."""
     kind, replaced = type(env), _replaced(env)
     if replaced or not all(map(is_genuine, kind.__mro__[:-1])):
         raise Unproven(f"methods of {kind.__name__} were replaced {replaced or ''}".rstrip())
@@ -418,14 +399,11 @@ def twin_of(parts: Parts, stand_ins: Sequence[gym.Env[Any, Any]]) -> Any:
         for member, new, shells in zip(parts.members, stand_ins, parts.shells, strict=True)
     ]
     twin = ends[0]
-    if qualified(type(parts.base)) not in _GYM:
-        ours = isinstance(parts.base, SerialEnv)
+    if isinstance(parts.base, SerialEnv):
+        twin = SerialEnv.of(ends)
+    elif qualified(type(parts.base)) == _SERIAL:
         makers = [lambda end=end: end for end in ends]
-        if ours:
-            twin = SerialEnv.of(ends)
-        else:
-            use_buffers = parts.base._use_buffers
-            twin = type(parts.base)(len(makers), makers, use_buffers=use_buffers)
+        twin = type(parts.base)(len(makers), makers, use_buffers=parts.base._use_buffers)
     return _rewrapped(twin, parts.base, parts.wholes)
 
 
@@ -439,17 +417,14 @@ def _rewrapped(twin: Any, inner: Any, wholes: Sequence[Any]) -> Any:
         twin = copy.deepcopy(whole, {id(inner): twin, **_locks(whole.transform)})
         twin.transform.reset_parent()  # a weak reference, which copying leaves as it is
         twin.transform.set_container(twin)
-        for part, original in _pairs(twin, whole):
+        pairs = zip(twin.transform.modules(), whole.transform.modules(), strict=True)
+        for part, original in pairs:
             if is_counter(part):
                 own_counter(part).load_state_dict(original.state_dict())
             if type(part).__name__ == "NoopResetEnv":
                 part.noops = min(part.noops, _MOST_NOOPS)
         inner = whole
     return twin
-
-
-def _pairs(twin: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
-    yield from zip(twin.transform.modules(), whole.transform.modules(), strict=True)
 
 
 _MOST_NOOPS = 2

@@ -166,11 +166,7 @@ def _call_again(
     batch: tuple[int, ...],
     results: Mapping[Key, torch.Tensor],
 ) -> None:
-    """Call ``method``, and write what it returns into ``results``.
-
-    Raises:
-        EnvError: it returned other entries than when it was recorded.
-    """
+    """Call ``method``, and write what it returns into ``results``."""
     found = _call(method.call, before, data, batch)
     if found.keys() != results.keys():
         differing = sorted(map(format_key, found.keys() ^ results.keys()))

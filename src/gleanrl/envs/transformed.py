@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
-from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import NEXT, Key, as_key, format_key
+from gleanrl.core.keys import Key
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import preserved
@@ -53,16 +51,11 @@ class TransformedRows(TensorDictRows):
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Is told of members that are reset while others go on."""
         self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
-        self._why = ""
+        self.why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
         self._drawn = {f.key: _Drawn(self, f) for f in self.layout.actions}
         self.action_specs = dict(self._drawn)
-
-    @property
-    def stepped_plainly(self) -> bool:
-        """Whether the environment is stepped by its own methods."""
-        return bool(self._why)
 
     def proven_specs(self) -> dict[Key, Spec] | None:
         """Return specs of our own that draw what the environment draws; ``None`` without proof."""
@@ -81,8 +74,8 @@ class TransformedRows(TensorDictRows):
 
     def explain(self) -> str:
         """Return how environments and transforms are stepped."""
-        if self._why:
-            return f"{self.handle.kind}, called as it is by its TensorDict methods ({self._why})"
+        if self.why:
+            return f"{self.handle.kind}, called as it is by its TensorDict methods ({self.why})"
         return self._recorded.explain()
 
     def _record(self, parts: Parts) -> None:
@@ -106,8 +99,8 @@ class TransformedRows(TensorDictRows):
             with unproven_on_error():
                 self._look()
         except Unproven as err:
-            self._why = str(err)
-        if self._why:
+            self.why = str(err)
+        if self.why:
             self._step = self._step_plainly
             super().begin(window, carry)
             root = self.handle.root.copy()  # recorded steps leave it behind
@@ -119,12 +112,8 @@ class TransformedRows(TensorDictRows):
             self._recorded.begin(window, carry, self.on_partial_reset)
 
     def _look(self) -> None:
-        """Record transforms again that were changed.
-
-        Raises:
-            Unproven: the environment can no longer be stepped by its parts.
-        """
-        if self._why:
+        """Record changed transforms again; `Unproven` if parts can no longer be stepped."""
+        if self.why:
             return
         if not self.parts.intact():
             raise Unproven("its parts or their methods were replaced after construction")
@@ -138,21 +127,6 @@ class TransformedRows(TensorDictRows):
         ended = super().step(t, cut, resets)
         self._tell(ended)
         return ended
-
-    def _write(self, finished: TensorDictBase, t: int) -> None:
-        """Write the results of step ``t`` by the environment's own methods.
-
-        Raises:
-            EnvError: they have other entries than when the collector was built.
-        """
-        found = set(map(as_key, finished.get(NEXT).keys(True, True)))
-        if differing := found ^ set(self._after):
-            raise EnvError(
-                f"{self.handle.kind} was changed after the collector was built: its steps have "
-                f"other entries now ({', '.join(sorted(map(format_key, differing)))}); change it "
-                "before, or pass fast=False"
-            )
-        super()._write(finished, t)
 
     def finish(self, steps: int) -> None:
         super().finish(steps)
@@ -198,7 +172,7 @@ class _Drawn:
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw actions of all members, ``shape`` is ``(P,)`` or ``(T, P)``."""
-        if self.own is not None and not self._rows.stepped_plainly:
+        if self.own is not None and not self._rows.why:
             return self.own.rand(shape)
         draws = range(math.prod(shape) // self._envs)
         drawn = [self._rows.handle.env.rand_action().get(self._key) for _ in draws]

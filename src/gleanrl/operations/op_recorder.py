@@ -348,7 +348,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if not _UNKNOWN.isdisjoint(func.tags):
             return None
         if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
-            return partial(_normalise, args, result[0])
+            return partial(_copy_result, lambda: func(*args)[0], result[0])
         self.first.setdefault(name, result)
         if name == "logsumexp" and args[1:] == ([-1], True):
             # The same without what torch allocates on the way.
@@ -410,10 +410,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-
-
-def _normalise(args: tuple[Any, ...], result: torch.Tensor) -> None:
-    result.copy_(torch.native_layer_norm(*args)[0])
 
 
 def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None:

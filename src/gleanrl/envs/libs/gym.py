@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import gymnasium as gym
@@ -134,12 +135,7 @@ def make_tensordict_env(
     """
     made, storing = build(factory, kwargs), storing or GymOptions()
     if isinstance(made, gym.Env) and not is_tensordict_env(made):
-        return GymEnv(
-            made,
-            categorical_action_encoding=storing.categorical_action_encoding,
-            observation_dtype=storing.observation_dtype,
-            info_keys=storing.info_keys,
-        )
+        return GymEnv(made, **asdict(storing))
     if not is_tensordict_env(made):
         raise ConfigError(
             "create_env_fn must make environments with TensorDict methods or a gymnasium.Env, it "
@@ -164,10 +160,11 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
         self._times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        total = 0.0
+        total: Any = 0
         for _ in range(self._times):
             observation, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
+            if reward is not None:  # TorchRL's environments may have none
+                total = total + reward
             if terminated or truncated:
                 break
         return observation, total, terminated, truncated, info
