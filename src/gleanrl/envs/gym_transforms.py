@@ -23,10 +23,7 @@ Wrapped = gym.Wrapper[Any, Any, Any, Any]
 def wrapped(env: gym.Env[Any, Any], member: Any, leading: Sequence[nn.Module]) -> gym.Env[Any, Any]:
     """Return ``env`` with wrappers that do what TorchRL does around it.
 
-    Args:
-        env: What TorchRL's environment ``member`` steps.
-        member: A ``GymEnv`` or ``GymWrapper``.
-        leading: The first transforms around ``member``, each of a class that is named here.
+    TorchRL's ``member`` steps it; the first transforms around that are ``leading``.
     """
     if member.wrapper_frame_skip != 1:
         env = FrameSkip(env, member.wrapper_frame_skip)

@@ -55,13 +55,7 @@ class WindowEnv(EnvRows):
         batch_shape: tuple[int, ...],
         options: GymOptions,
     ) -> None:
-        """Read the spaces of one environment.
-
-        Args:
-            observed: Its observation space.
-            acted: Its action space.
-            batch_shape: ``()`` or ``(P,)``.
-            options: How data are stored.
+        """Read the observation and the action space of one environment.
 
         Raises:
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
@@ -132,10 +126,6 @@ class GymnasiumEnv(WindowEnv):
             options: How data are stored.
             seeds: The seed of each environment's next reset.
             face: The user's environment, if these were taken out of it.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
-                cannot be.
         """
         self.envs = list(envs)
         first = self.envs[0]

@@ -116,10 +116,7 @@ class RecordedStep:
     ) -> None:
         """Bind to the rows of ``window``, whose first root row is the present.
 
-        Args:
-            window: Written step by step.
-            carry: One step long; receives the root row after the last step of ``window``.
-            on_partial_reset: Is told of members that are reset while others go on.
+        ``on_partial_reset`` is told of members that are reset while others go on.
         """
         memory, self._on_partial_reset = self._memory, on_partial_reset
         memory.rows.begin(memory.raw, memory.behind)

@@ -45,9 +45,7 @@ _CUT_AT = 6
 def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> TransformedRows:
     """Return the environment of ``handle``, which was reset once, as rows.
 
-    Args:
-        handle: A TorchRL environment, perhaps.
-        fresh: Whether nobody else uses it, so that it may be changed.
+    A ``fresh`` one has no other user, so it may be changed.
 
     Raises:
         Unproven: it has to be stepped by its own methods.

@@ -266,11 +266,7 @@ def write_inputs(
 ) -> None:
     """Write the entries of ``data`` that ``row`` names into it.
 
-    Args:
-        data: Has all of them.
-        row: Tensors to write to.
-        casts: Whether another dtype of the same kind is taken: of floats, and of whole numbers
-            without loss.
+    If it ``casts``, another dtype of the same kind is taken: floats, and whole numbers that fit.
 
     Raises:
         PolicyError: an entry is missing or does not fit.

@@ -157,11 +157,11 @@ class Actions:
         categorical: bool,
         batched: bool = False,
     ) -> None:
-        """Read the action space of one environment.
+        """Read the action space of one of ``envs`` environments.
 
         Args:
             space: The action space.
-            envs: Environments, ``P``.
+            envs: ``P``.
             categorical: Store discrete actions as indices (else one-hot vectors).
             batched: Hand out one value of the batched space, not a sequence of ``P`` values.
 
@@ -222,13 +222,9 @@ class Actions:
         cause: BaseException | None = None,
         when: str = " at step {} of the rollout",
     ) -> None:
-        """Check the actions in rows ``start`` to ``stop``, after the environments received them.
+        """Check the actions in rows ``[start, stop)``, after the environments received them.
 
-        Args:
-            start: The first row.
-            stop: The row behind the last one.
-            cause: What an environment raised about them.
-            when: How the message tells the step.
+        ``cause`` is an error of an environment about them; ``when`` tells the step in the message.
 
         Raises:
             PolicyError: an index outside of its discrete space; floats are the environment's to

@@ -136,12 +136,8 @@ def _entries(trees: Iterable[Any]) -> set[tuple[Key, tuple[int, ...], Any]]:
 def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:
     """Tell whether the data of ``env`` have no fixed layout.
 
-    That is: a spec without dtype (non-tensor data) or with an open dimension, and in the reset data
-    entries that are no plain tensors or stacks of different shapes.
-
-    Args:
-        env: A TensorDict environment.
-        first: What its one reset returned, if that was done already. Only looked at.
+    That is: a spec without dtype (non-tensor data) or with an open dimension, and in ``first``, the
+    results of its reset, entries that are no plain tensors or stacks of different shapes.
     """
     return bool(open_entries(env)) or (first is not None and not _is_plain(first))
 
@@ -224,12 +220,9 @@ class EndFlags:
     """
 
     def __init__(self, spec: Any, batch: tuple[int, ...], locked: bool = True) -> None:
-        """Read the groups off the nested specs of all flags.
+        """Read the groups off the nested specs of all flags, which begin with ``batch``.
 
-        Args:
-            spec: The nested specs.
-            batch: The dimensions that all of them begin with.
-            locked: Whether data always have these shapes.
+        ``locked``: data always have these shapes.
         """
         fields = {field.key: field for field in spec_fields(spec, batch)}
         names: dict[Key, set[str]] = {}

@@ -58,11 +58,7 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
 
 
 def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
-    """Return the rewards of a rollout, kept row by row, as one array ``[T, P]``.
-
-    Args:
-        rewards: Per step, one of each environment.
-        when: How the message tells the step.
+    """Return ``rewards``, per step one of each environment, as one array ``[T, P]``.
 
     Raises:
         EnvError: one of them is not a number, or was overwritten after it was returned.
@@ -110,11 +106,7 @@ def write_rewards(
 ) -> None:
     """Narrow ``rewards`` ``[T, P]`` into ``target``, ``[P, T]`` float32.
 
-    Args:
-        target: Written.
-        rewards: Numbers of any kind.
-        when: How the message tells the step.
-        wrapper: What it advises to scale with, below ``gymnasium.wrappers``.
+    The message tells the step by ``when``, and advises a ``wrapper`` of ``gymnasium.wrappers``.
 
     Raises:
         EnvError: a finite one overflows float32.

@@ -49,12 +49,7 @@ class FieldWriter:
         self._rows_shape: tuple[int, ...] = ()
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; a field it lacks under ``"next"`` is not written there.
-
-        Args:
-            window: Written step by step.
-            carry: One step long; receives the root row after the last step of ``window``.
-        """
+        """Bind to ``window``; a field it lacks under ``"next"`` is not written there."""
         self._root = window.rows(self._field.key)[1:] + carry.rows(self._field.key)
         self._rows_shape = self._rows_shape or (window.envs, *self._shape)
         after = next_key(self._field.key)
@@ -84,11 +79,9 @@ class FieldWriter:
             self._next[t][envs] = self._finals(envs, infos)
 
     def read(self, where: Any, returned: Any) -> Array:
-        """Return this field from the results of ``where``, checked.
+        """Return this field from the ``(observation, info)`` of environment ``where``, checked.
 
-        Args:
-            where: One environment, or several of a vectorised one.
-            returned: Its ``(observation, info)``, or a `VectorReset`.
+        Of a vectorised environment: from a `VectorReset` of several.
         """
         shape = (returned.size, *self._shape)
         rows: Array = self._rows(returned.observation, returned.infos, shape)[returned.rows]
@@ -380,11 +373,7 @@ def info_fields(info_keys: InfoKeys, observed: Iterable[Field]) -> dict[str, Fie
     """Return the field of every requested ``info`` entry: float32 scalars unless declared.
 
     Whether a name is one that ``info`` will ever hold cannot be told from a reset, whose ``info``
-    often holds less: a warning says so after the first rollout.
-
-    Args:
-        info_keys: What the user asked for.
-        observed: Fields of the observation, beside which the entries will stand.
+    often holds less: a warning says so after the first rollout. ``observed`` takes names.
 
     Raises:
         ConfigError: names that are no names, are taken, or come twice.

@@ -181,13 +181,7 @@ class PettingZooRows(EnvRows):
         options: _Options,
         face: EnvBase | None = None,
     ) -> None:
-        """Take over ``games``, which were reset.
-
-        Args:
-            games: The spaces of the first are read.
-            batch_shape: ``()`` for a single one.
-            options: How they are shown.
-            face: The user's environment, if these were taken out of it.
+        """Take over ``games``, which were reset, out of the user's environment ``face``.
 
         Raises:
             ConfigError: agents of one group that differ.
@@ -416,12 +410,7 @@ class _Agents:
         games: Sequence[_Game],
         options: _Options,
     ) -> None:
-        """Read the spaces of ``agents``; ``games`` were reset.
-
-        Raises:
-            ConfigError: agents that differ.
-            EnvError: an observation that its space does not declare.
-        """
+        """Read the spaces of ``agents``; ``games`` were reset."""
         self.name, self.agents, self._games = name, tuple(agents), games
         env, first = games[0].env, games[0].observations
         observed, acted = (
