@@ -17,7 +17,10 @@ from gleanrl import (
     ReplayBuffer,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),  # captured policies
+]
 WAYS = {
     "called": {},
     "compiled": {"compile_policy": True},
