@@ -356,8 +356,7 @@ class EnvBase(nn.Module, abc.ABC):
         after = self._complete(self._checked(self._step(tensordict), "_step"))
         if not self._returns_all:
             self._complete_step(after)
-        given = tensordict.get(NEXT, None)
-        return tensordict.set(NEXT, after if given is None else given.copy().update(after))
+        return self._finish(tensordict, after)
 
     def _checked(self, data: Any, what: str) -> TensorDictBase:
         if not isinstance(data, TensorDictBase):
@@ -404,6 +403,10 @@ class EnvBase(nn.Module, abc.ABC):
                 for key, spec in tree.leaves().items():
                     if (dtype := after.get(key).dtype) != spec.dtype:
                         raise TypeError(f"{format_key(key)} is {dtype}; its spec has {spec.dtype}")
+
+    def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
+        given = tensordict.get(NEXT, None)
+        return tensordict.set(NEXT, after if given is None else given.copy().update(after))
 
     def step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the root data that follow a finished step.
