@@ -25,6 +25,7 @@ from gleanrl import (
     Collector,
     CollectorTimeout,
     ConfigError,
+    EnvError,
     MultiAsyncCollector,
     PolicyError,
     WorkerDied,
@@ -238,6 +239,27 @@ class Loaded(Value):
 class Unclosable(rig.Count):
     def close(self):
         rig.hang()
+
+
+class Undeclared(Counting):
+    """Returns an entry in its steps that its specs lack."""
+
+    def _step(self, tensordict):
+        return super()._step(tensordict).set("extra", torch.zeros(1))
+
+
+def test_an_entry_that_specs_lack_is_named():
+    with rig.in_time(), pytest.raises(EnvError, match="other entries now than its specs.*extra"):
+        list(
+            MultiAsyncCollector(
+                [Undeclared, Undeclared],
+                POLICIES["greedy"](4, 2),
+                inference="central",
+                policy_process=False,
+                frames_per_batch=4,
+                total_frames=16,
+            )
+        )
 
 
 def test_a_shutdown_takes_no_longer_than_allowed():
