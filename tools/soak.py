@@ -1,6 +1,6 @@
 """Collects for a while among kills, failing environments, updates and restored states.
 
-``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four workers collect from environments
+``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four worker processes, nodes or actors collect from environments
 that sometimes raise or stand still for a moment. Every few seconds a random worker is killed, its
 weights change after every batch, and now and then seeds, resets and states are set. The learner
 checks every frame: a valid one is a transition of one environment, follows the one before it in its
@@ -18,6 +18,7 @@ import signal
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,16 @@ _RARE = 1 / 3000
 _GROWTH = 32 << 20
 """Bytes by which the learner may grow after its first third."""
 MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
-KINDS = {"sync": gleanrl.MultiSyncCollector, "async": gleanrl.MultiAsyncCollector}
+_nodes = partial(gleanrl.DistributedCollector, launcher="mp", tcp_port=0)
+_ray = partial(gleanrl.RayCollector, remote_configs={"num_cpus": 0}, start_timeout=280.0)
+KINDS: dict[str, Callable[..., Any]] = {
+    "sync": gleanrl.MultiSyncCollector,
+    "async": gleanrl.MultiAsyncCollector,
+    "nodes-sync": partial(_nodes, sync=True),
+    "nodes-async": partial(_nodes, sync=False),
+    "ray-sync": partial(_ray, sync=True),
+    "ray-async": partial(_ray, sync=False),
+}
 
 
 class Rough(gym.Env[Any, Any]):
@@ -163,7 +173,7 @@ def run(kind: str, seconds: float, seed: int, kills: bool = True) -> dict[str, f
     collector = KINDS[kind](
         [partial(Rough, number) for number in range(WORKERS)],
         policy,
-        frames_per_batch=STEPS * (WORKERS if kind == "sync" else 1),
+        frames_per_batch=STEPS * (1 if kind.endswith("async") else WORKERS),
         total_frames=-1,
         track_policy_version=True,
         on_failure="relaunch",
