@@ -11,10 +11,12 @@ every frame that the workers reported, and memory must not grow.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import resource
 import signal
+import threading
 import time
 import warnings
 from collections import Counter
@@ -36,6 +38,8 @@ import gleanrl
 WORKERS, STEPS, LENGTH = 4, 32, 20
 _KILL_S = 2.0
 """Mean time between two kills."""
+_MOMENT_S = 0.03
+"""About the time of a batch."""
 _RARE = 1 / 3000
 """Chance that a step raises, and that it takes a while."""
 _GROWTH = 32 << 20
@@ -153,12 +157,19 @@ def disturb(collector: Any, rng: random.Random, ledger: Ledger) -> None:
 
 
 def kill(collector: Any, rng: random.Random) -> bool:
-    """Kill a random worker; tell whether it still ran."""
+    """Kill a random worker at some moment of its next rollout; tell whether it still runs."""
     pid = int(collector.stats("per_worker")[f"worker_{rng.randrange(WORKERS)}/pid"])
     try:
-        os.kill(pid, signal.SIGKILL)
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
+
+    def act() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+    threading.Timer(rng.uniform(0.0, _MOMENT_S), act).start()
     return True
 
 

@@ -3,8 +3,10 @@
 import functools
 import itertools
 import os
+import random
 import re
 import signal
+import threading
 import time
 import warnings
 
@@ -66,22 +68,35 @@ def until_back(collector, worker=1, before=0):
                 return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind):
+def kill_soon(collector, worker, chance):
+    """Kill a worker at some moment of one of its next rollouts."""
+    pid = pid_of(collector, worker)
+    threading.Timer(chance.uniform(0, 0.02), os.kill, (pid, signal.SIGKILL)).start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "per_worker"),
+    [*((kind, rig.Count, 8) for kind in KINDS), ("nodes", rig.Wide, 40)],
+)
+def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind, env, per_worker):
+    chance = random.Random(1)
+
     def streams(kills):
         found = {0: [], 1: [], 2: []}
-        with collecting(kind, *map(rig.counting, range(3))) as collector:
+        makers = [functools.partial(env, number) for number in range(3)]
+        with collecting(kind, *makers, per_worker=per_worker) as collector:
             collector.set_seed(5)
             killed = 0
             while True:
                 batch = collector.next()
                 for row in batch if kind in SYNC else batch[None]:
-                    worker = int(row["next", "observation"][0, 0])
-                    steps = row["next", "observation"][:, 1].tolist()
+                    seen = row["next", "observation"].reshape(per_worker, 2, -1)
+                    assert seen.eq(seen[..., :1]).all()
+                    worker, steps = int(seen[0, 0, 0]), seen[:, 1, 0].tolist()
                     found[worker].append((steps, row[IDS].tolist(), row["action"].tolist()))
                 back = collector.stats()["relaunches"]
                 if back == killed < kills and len(found[1]) > 4 * back:
-                    kill(collector, 1)
+                    kill_soon(collector, 1, chance)
                     killed += 1
                 if back == kills and all(len(rollouts) > 15 for rollouts in found.values()):
                     break
@@ -205,7 +220,8 @@ def test_memory_of_lost_workers_is_used_again(kind):
         for number in range(4):
             kill(collector, 0)
             kept += until_back(collector, 0, number)
-        steps = [int(step) for batch in kept for step in batch["next", "observation"][..., 1].flatten()]
+        seen = [batch["next", "observation"].reshape(-1, 2) for batch in kept]
+        steps = torch.cat(seen)[:, 1].tolist()
         assert steps.count(1) == 4
         assert all(later in (1, step + 1) for step, later in itertools.pairwise(steps))
         assert collector.stats()["memory_bytes"] == memory
@@ -254,7 +270,7 @@ def test_a_buffer_gets_whole_rows_and_no_others(kind, how, shared):
                 kill(collector, 1)
         frames = collector.stats()["frames"]
         # Asynchronous workers store rollouts before these are delivered.
-        assert frames == len(buffer) if kind == "sync" else frames <= len(buffer)
+        assert frames == len(buffer) if kind in SYNC else frames <= len(buffer)
     rows = buffer[:]
     steps = [tuple(map(int, row)) for row in rows["next", "observation"].tolist()]
     assert all(step > 0 for _, step in steps)
