@@ -1,11 +1,12 @@
 """Collects for a while among kills, failing environments, updates and restored states.
 
-``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four worker processes, nodes or actors collect from environments
-that sometimes raise or stand still for a moment. Every few seconds a random worker is killed, its
-weights change after every batch, and now and then seeds, resets and states are set. The learner
-checks every frame: a valid one is a transition of one environment, follows the one before it in its
-trajectory, and was made with one version of the weights. The counts of `stats()` must account for
-every frame that the workers reported, and memory must not grow.
+``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four worker processes, nodes or actors
+collect from environments that sometimes raise or stand still for a moment. Every few seconds a
+random worker is killed in the middle of a rollout, the weights change after every batch, and now
+and then seeds, resets and states are set. The learner checks every frame: a valid one is a
+transition of one environment, follows the one before it in its trajectory, and was made with one
+version of the weights. The counts of `stats()` must account for every frame that the workers
+reported, and memory must not grow.
 """
 
 from __future__ import annotations

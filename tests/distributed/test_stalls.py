@@ -208,7 +208,9 @@ def test_a_rollout_that_was_cut_short_is_made_by_a_replacement(how, tmp_path):
         warnings.simplefilter("ignore")
         for number in range(60):
             batch = collector.next()
-            assert steps_of(batch[0], 0) == list(range(number * STEPS + 1, (number + 1) * STEPS + 1))
+            assert steps_of(batch[0], 0) == list(
+                range(number * STEPS + 1, (number + 1) * STEPS + 1)
+            )
             steps = steps_of(batch[1], 1)
             if steps[0] == 1 and lives[-1]:
                 lives.append([])

@@ -128,8 +128,9 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
     def replace(self, worker: int, life: int, delay: float) -> None:
         """Have another process started in place of ``worker``, without waiting.
 
-        It is started once that of ``worker`` has certainly ended: both write the same memory. Once it has built its environments, `receive` returns its `Ready`; else `receive` raises
-        `WorkerDied`.
+        It is started once that of ``worker`` has certainly ended, because both write the same
+        memory. Once it has built its environments, `receive` returns its `Ready`; else `receive`
+        raises `WorkerDied`.
 
         Args:
             worker: Its index; it was ended.
