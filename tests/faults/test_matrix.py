@@ -569,7 +569,7 @@ SCARCE = {
     "full disk of a recording": (the_disk_is_full, WITHOUT_RAY),
     "no descriptors at the start": (no_descriptors, WITHOUT_RAY[1:]),
     "no descriptors for a replacement": (no_descriptors_for_a_replacement, ["sync", "async"]),
-    "full /dev/shm": (shared_memory_is_full, [*COLUMNS][:-1]),
+    "full /dev/shm": (shared_memory_is_full, WITHOUT_RAY),
     "the date changes": (the_clock_jumps, [name for name in COLUMNS if name != "background"][:-1]),
     "fork fails at the start": (fork_fails, ["sync", "async", "central", "central async"]),
     "fork fails for a replacement": (functools.partial(fork_fails, later=True), ["sync"]),
