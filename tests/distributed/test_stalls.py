@@ -5,6 +5,7 @@ import os
 import signal
 import termios
 import threading
+import time
 import warnings
 from contextlib import contextmanager, suppress
 
@@ -175,9 +176,9 @@ class Cut(Stops):
         while unsent() < 1 << 18:
             pass
         self.happened.touch()
-        end, main = os._exit, threading.main_thread()
-        # So that it sends on when it runs again, although its learner has let go of it.
-        os._exit = lambda code: threading.current_thread() is main and end(code)
+        end = os._exit
+        # So that it sends on for a while when it runs again, although its learner has let go of it.
+        os._exit = lambda code: time.sleep(0.5) or end(code)
         os.kill(os.getpid(), self.how)
 
 
