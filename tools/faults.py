@@ -284,7 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
     parser.add_argument("--publish", action="store_true", help="write docs/reliability.md")
     parser.add_argument("--peers", choices=GROUPS, help="other libraries instead of ours")
-    parser.add_argument("--ray", action="store_true", help="with the column of Ray")
+    parser.add_argument("--ray", action="store_true", help="with the columns of Ray")
     parser.add_argument("-k", default="", metavar="WORDS", help="only cells with these words")
     given = parser.parse_args()
     found, wrong = Collecting(), 0

@@ -1,23 +1,27 @@
 """Collects for a while among kills, failing environments, updates and restored states.
 
-``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four workers collect from environments
-that sometimes raise or stand still for a moment. Every few seconds a random worker is killed, its
-weights change after every batch, and now and then seeds, resets and states are set. The learner
-checks every frame: a valid one is a transition of one environment, follows the one before it in its
-trajectory, and was made with one version of the weights. The counts of `stats()` must account for
-every frame that the workers reported, and memory must not grow.
+``python -m tools.soak --kind sync --minutes 5 --seed 1``. Four worker processes, nodes or actors
+collect from environments that sometimes raise or stand still for a moment. Every few seconds a
+random worker is killed in the middle of a rollout, the weights change after every batch, and now
+and then seeds, resets and states are set. The learner checks every frame: a valid one is a
+transition of one environment, follows the one before it in its trajectory, and was made with one
+version of the weights. The counts of `stats()` must account for every frame that the workers
+reported, and memory must not grow.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import resource
 import signal
+import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +39,23 @@ import gleanrl
 WORKERS, STEPS, LENGTH = 4, 32, 20
 _KILL_S = 2.0
 """Mean time between two kills."""
+_MOMENT_S = 0.03
+"""About the time of a batch."""
 _RARE = 1 / 3000
 """Chance that a step raises, and that it takes a while."""
 _GROWTH = 32 << 20
 """Bytes by which the learner may grow after its first third."""
 MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
-KINDS = {"sync": gleanrl.MultiSyncCollector, "async": gleanrl.MultiAsyncCollector}
+_nodes = partial(gleanrl.DistributedCollector, launcher="mp", tcp_port=0)
+_ray = partial(gleanrl.RayCollector, remote_configs={"num_cpus": 0}, start_timeout=280.0)
+KINDS: dict[str, Callable[..., Any]] = {
+    "sync": gleanrl.MultiSyncCollector,
+    "async": gleanrl.MultiAsyncCollector,
+    "nodes-sync": partial(_nodes, sync=True),
+    "nodes-async": partial(_nodes, sync=False),
+    "ray-sync": partial(_ray, sync=True),
+    "ray-async": partial(_ray, sync=False),
+}
 
 
 class Rough(gym.Env[Any, Any]):
@@ -143,12 +158,19 @@ def disturb(collector: Any, rng: random.Random, ledger: Ledger) -> None:
 
 
 def kill(collector: Any, rng: random.Random) -> bool:
-    """Kill a random worker; tell whether it still ran."""
+    """Kill a random worker at some moment of its next rollout; tell whether it still runs."""
     pid = int(collector.stats("per_worker")[f"worker_{rng.randrange(WORKERS)}/pid"])
     try:
-        os.kill(pid, signal.SIGKILL)
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
+
+    def act() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+    threading.Timer(rng.uniform(0.0, _MOMENT_S), act).start()
     return True
 
 
@@ -163,7 +185,7 @@ def run(kind: str, seconds: float, seed: int, kills: bool = True) -> dict[str, f
     collector = KINDS[kind](
         [partial(Rough, number) for number in range(WORKERS)],
         policy,
-        frames_per_batch=STEPS * (WORKERS if kind == "sync" else 1),
+        frames_per_batch=STEPS * (1 if kind.endswith("async") else WORKERS),
         total_frames=-1,
         track_policy_version=True,
         on_failure="relaunch",

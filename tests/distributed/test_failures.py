@@ -343,7 +343,6 @@ def test_strangers_and_nodes_too_many_are_turned_away_while_all_are_there():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"sync": True}, "sync=False"),
         ({"launcher": "torchrun"}, "torchrun.*cannot start a node again"),
         ({"launcher": "submitit_delayed"}, "cannot start a node again"),
         ({"max_relaunches": -1}, "max_relaunches"),

@@ -317,7 +317,6 @@ def test_arguments_for_a_nodes_collector_hold_also_where_they_are_defaults():
         ({"device": ["cpu"]}, "1 entries for 2"),
         ({"update_after_each_batch": True}, "policy"),
         ({"max_weight_update_interval": 0}, "max_weight_update_interval"),
-        ({"on_failure": "continue", "sync": True}, "sync=False"),
         ({"tcp_port": "a"}, "tcp_port"),
         ({"heartbeat": 0}, "heartbeat"),
         ({"launcher": "pigeon"}, "launcher"),

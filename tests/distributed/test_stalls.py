@@ -1,8 +1,13 @@
 """A node that stops in the middle of sending a rollout: waits stay bounded, others go on."""
 
+import fcntl
 import os
 import signal
-from contextlib import contextmanager
+import termios
+import threading
+import time
+import warnings
+from contextlib import contextmanager, suppress
 
 import gymnasium as gym
 import numpy as np
@@ -137,3 +142,98 @@ def test_a_rollout_that_was_cut_short_is_not_delivered():
         if delivered.rollouts[0] < ROLLOUTS:
             break  # else a busy machine had sent the last one before the process stopped
     assert delivered.rollouts[0] == whole
+
+
+# -- synchronous batches ---------------------------------------------------------------------------
+
+
+def unsent():
+    """Return the most bytes that wait in one socket of this process for room on the other side."""
+    most = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket
+            waiting = fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4))
+            most = max(most, int.from_bytes(waiting, "little"))
+    return most
+
+
+class Cut(Stops):
+    """Sends its process a signal in the middle of sending a rollout, but not for the first one.
+
+    Once only: a file tells that it has happened.
+    """
+
+    def __init__(self, number, how, happened):
+        super().__init__(number)
+        self.how, self.happened = how, happened
+
+    def step(self, action):
+        if self.steps == 2 * STEPS and not self.happened.exists():
+            threading.Thread(target=self.cut, daemon=True).start()
+        return super().step(action)
+
+    def cut(self):
+        while unsent() < 1 << 18:
+            pass
+        self.happened.touch()
+        end = os._exit
+        # So that it sends on for a while when it runs again, although its learner has let go of it.
+        os._exit = lambda code: time.sleep(0.5) or end(code)
+        os.kill(os.getpid(), self.how)
+
+
+def cutting(how, happened, **options):
+    """Return a collector whose second node is lost in the middle of a rollout; its process."""
+    makers = [lambda: Stops(0), lambda: Cut(1, how, happened)]
+    options["timeout"] = 0.5 * rig.load() if how == signal.SIGSTOP else None
+    collector = nodes(*makers, per_node=STEPS, sync=True, total_frames=-1, **options)
+    return collector, collector.map_fn("env.pid")[1]
+
+
+def steps_of(part, number):
+    """Return the steps of one node's part of a batch, after a check that each is whole."""
+    seen = part["next", "observation"]
+    steps = seen[:, 1]
+    assert seen[:, 0].eq(number).all()
+    assert seen[:, 1::4099].eq(steps[:, None]).all()
+    assert seen[:, -1].eq(steps).all()
+    return steps.tolist()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rollout_that_was_cut_short_is_made_by_a_replacement(how, tmp_path):
+    happened = tmp_path / "happened"
+    collector, _ = cutting(how, happened, on_failure="relaunch")
+    lives = [[]]
+    with collector, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(60):
+            batch = collector.next()
+            assert steps_of(batch[0], 0) == list(
+                range(number * STEPS + 1, (number + 1) * STEPS + 1)
+            )
+            steps = steps_of(batch[1], 1)
+            if steps[0] == 1 and lives[-1]:
+                lives.append([])
+            lives[-1] += steps
+            if len(lives[-1]) > 2 * STEPS and len(lives) == 2:
+                break
+        assert collector.stats()["relaunches"] == 1
+    assert [life == list(range(1, len(life) + 1)) for life in lives] == [True, True]
+
+
+def test_the_rest_of_a_rollout_that_was_given_up_lands_nowhere(tmp_path):
+    collector, pid = cutting(signal.SIGSTOP, tmp_path / "happened", on_failure="continue")
+    with collector, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while (batch := collector.next())["collector", "mask"].all():
+            steps_of(batch[1], 1)
+        last = steps_of(batch[0], 0)[-1]
+        os.kill(pid, signal.SIGCONT)
+        rig.await_end([pid])
+        assert not batch["next", "observation"][1].any()
+        assert batch["collector", "traj_ids"][1].eq(-1).all()
+        for number in range(1, 4):
+            later = collector.next()
+            assert steps_of(later[0], 0)[0] == last + 1 + STEPS * (number - 1)
+            assert not later["next", "observation"][1].any()

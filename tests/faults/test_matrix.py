@@ -1,7 +1,7 @@
 """Every fault in every kind of collector: the promise, its time, and nothing left behind.
 
 ``pytest tests/faults`` runs a sample; with ``GLEANRL_FAULTS=all`` in the environment all cells run,
-and ``python -m tools.faults`` prints them as a table. Ray's column runs if ``GLEANRL_FAULTS``
+and ``python -m tools.faults`` prints them as a table. Ray's columns run if ``GLEANRL_FAULTS``
 contains ``ray``.
 """
 
@@ -99,10 +99,12 @@ COLUMNS = {
         functools.partial(MultiAsyncCollector, inference="central"), 1, frozenset()
     ),
     "background": Column(MultiAsyncCollector, 1, background=True),
-    "nodes": Column(functools.partial(nodes, sync=True), 2, only_restart),
+    "nodes": Column(functools.partial(nodes, sync=True)),
     "nodes async": Column(functools.partial(nodes, sync=False), 1),
+    "Ray": Column(functools.partial(_ray, sync=True)),
     "Ray async": Column(functools.partial(_ray, sync=False), 1),
 }
+WITHOUT_RAY = [name for name in COLUMNS if not name.startswith("Ray")]
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ SAMPLE = {
     Cell("no descriptors in a worker", "central async"),
     Cell("SIGKILL", "background", "relaunch"),
     Cell("SIGKILL", "central async"),
+    Cell("SIGKILL", "nodes", "relaunch"),
     Cell("SIGSTOP", "async", "relaunch"),
     Cell("hang in build", "central async"),
     Cell("NaN", "central async"),
@@ -563,10 +566,10 @@ def the_clock_jumps(column, small_disk):
 
 
 SCARCE = {
-    "full disk of a recording": (the_disk_is_full, [*COLUMNS][:-1]),
-    "no descriptors at the start": (no_descriptors, [*COLUMNS][1:-1]),
+    "full disk of a recording": (the_disk_is_full, WITHOUT_RAY),
+    "no descriptors at the start": (no_descriptors, WITHOUT_RAY[1:]),
     "no descriptors for a replacement": (no_descriptors_for_a_replacement, ["sync", "async"]),
-    "full /dev/shm": (shared_memory_is_full, [*COLUMNS][:-1]),
+    "full /dev/shm": (shared_memory_is_full, WITHOUT_RAY),
     "the date changes": (the_clock_jumps, [name for name in COLUMNS if name != "background"][:-1]),
     "fork fails at the start": (fork_fails, ["sync", "async", "central", "central async"]),
     "fork fails for a replacement": (functools.partial(fork_fails, later=True), ["sync"]),
@@ -636,7 +639,7 @@ SIGNALS = {
 }
 LEARNER_CELLS = [
     Cell(name, column)
-    for (name, (_, act)), column in itertools.product(SIGNALS.items(), [*COLUMNS][:-1])
+    for (name, (_, act)), column in itertools.product(SIGNALS.items(), WITHOUT_RAY)
     if COLUMNS[column].workers or not act
 ]
 

@@ -207,10 +207,10 @@ def test_an_interrupt_at_the_end_leaves_nothing_that_nobody_will_close(make):
 
 @pytest.mark.usefixtures("tidy_nodes")
 def test_a_node_that_fails_while_the_learner_still_connects_says_why(monkeypatch):
-    pair = ProcessGroups.pair
+    pair, kept = ProcessGroups.pair, []
 
     def late(plane, connection):
-        pair(plane, connection)
+        kept.append(pair(plane, connection))  # else the node may see it end while it connects
         raise RuntimeError("Connection closed by peer")  # as gloo does if the node is quicker
 
     monkeypatch.setattr(ProcessGroups, "pair", late)

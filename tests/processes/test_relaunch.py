@@ -1,9 +1,12 @@
-"""Collectors over processes that continue, or replace a worker, when one is lost."""
+"""Collectors over processes and nodes that continue, or replace a worker, when one is lost."""
 
+import functools
 import itertools
 import os
+import random
 import re
 import signal
+import threading
 import time
 import warnings
 
@@ -16,6 +19,7 @@ from tools import soak
 from gleanrl import (
     CollectorTimeout,
     ConfigError,
+    DistributedCollector,
     LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
@@ -24,16 +28,21 @@ from gleanrl import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("tidy_workers"),
+    pytest.mark.usefixtures("_warm_nodes", "tidy_workers"),
     pytest.mark.filterwarnings("ignore:collection (continues|waits)|.*takes part again"),
 ]
-KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+KINDS = {
+    "sync": MultiSyncCollector,
+    "async": MultiAsyncCollector,
+    "nodes": functools.partial(DistributedCollector, sync=True, launcher="mp", tcp_port=0),
+}
+SYNC = ["sync", "nodes"]
 IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 
 
 def collecting(kind, *envs, per_worker=8, policy=None, how="relaunch", **options):
-    frames = per_worker * len(envs) if kind == "sync" else per_worker
+    frames = per_worker * len(envs) if kind in SYNC else per_worker
     options = {"total_frames": -1, "on_failure": how, **options}
     return KINDS[kind](list(envs), policy, frames_per_batch=frames, **options)
 
@@ -59,22 +68,35 @@ def until_back(collector, worker=1, before=0):
                 return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind):
+def kill_soon(collector, worker, chance):
+    """Kill a worker at some moment of one of its next rollouts."""
+    pid = pid_of(collector, worker)
+    threading.Timer(chance.uniform(0, 0.02), os.kill, (pid, signal.SIGKILL)).start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "per_worker"),
+    [*((kind, rig.Count, 8) for kind in KINDS), ("nodes", rig.Wide, 40)],
+)
+def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind, env, per_worker):
+    chance = random.Random(1)
+
     def streams(kills):
         found = {0: [], 1: [], 2: []}
-        with collecting(kind, *map(rig.counting, range(3))) as collector:
+        makers = [functools.partial(env, number) for number in range(3)]
+        with collecting(kind, *makers, per_worker=per_worker) as collector:
             collector.set_seed(5)
             killed = 0
             while True:
                 batch = collector.next()
-                for row in batch if kind == "sync" else batch[None]:
-                    worker = int(row["next", "observation"][0, 0])
-                    steps = row["next", "observation"][:, 1].tolist()
+                for row in batch if kind in SYNC else batch[None]:
+                    seen = row["next", "observation"].reshape(per_worker, 2, -1)
+                    assert seen.eq(seen[..., :1]).all()
+                    worker, steps = int(seen[0, 0, 0]), seen[:, 1, 0].tolist()
                     found[worker].append((steps, row[IDS].tolist(), row["action"].tolist()))
                 back = collector.stats()["relaunches"]
                 if back == killed < kills and len(found[1]) > 4 * back:
-                    kill(collector, 1)
+                    kill_soon(collector, 1, chance)
                     killed += 1
                 if back == kills and all(len(rollouts) > 15 for rollouts in found.values()):
                     break
@@ -96,9 +118,10 @@ def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind):
     assert disturbed[1][begins[1]][2] != disturbed[1][begins[0]][2]  # another random stream
 
 
-def test_a_batch_waits_for_a_replacement_with_the_newest_weights():
+@pytest.mark.parametrize("kind", SYNC)
+def test_a_batch_waits_for_a_replacement_with_the_newest_weights(kind):
     policy = rig.encoded(10)
-    with collecting("sync", *map(rig.counting, range(2)), policy=policy) as collector:
+    with collecting(kind, *map(rig.counting, range(2)), policy=policy) as collector:
         for value in (1.0, 2.0):
             collector.next()
             policy.module.set(value)
@@ -127,10 +150,10 @@ def test_whatever_ends_a_worker_it_is_replaced(kind, fault):
     ) as collector:
         seen = []
         ends = pytest.raises((WorkerDied, CollectorTimeout), match="max_relaunches=1")
-        with ends if kind == "sync" else rig.in_time(30), rig.in_time(30):
+        with ends if kind in SYNC else rig.in_time(30), rig.in_time(30):
             while collector.stats()["relaunches"] < 1 or collector.stats()["workers_alive"] == 2:
                 batch = collector.next()
-                rows = batch if kind == "sync" else batch[None]
+                rows = batch if kind in SYNC else batch[None]
                 seen += [r["next", "observation"][:, 1].tolist() for r in rows if r_is(r, 1)]
         assert seen == [list(range(1, 9)), list(range(9, 17))] * 2
         assert collector.stats()["relaunches"] == 1
@@ -189,21 +212,24 @@ def test_replacements_within_some_seconds_are_counted_apart():
             assert collector.stats()["relaunches"] == number
 
 
-def test_memory_of_lost_workers_is_used_again():
-    with collecting("async", rig.counting(0), max_relaunches=(1, 0.001)) as collector:
-        collector.next()
-        memory = collector.stats()["memory_bytes"], collector._engine.backend.memory.nbytes
-        for number in range(8):
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_lost_workers_is_used_again(kind):
+    with collecting(kind, rig.counting(0), max_relaunches=(1, 0.001)) as collector:
+        memory = collector.stats()["memory_bytes"]
+        kept = []
+        for number in range(4):
             kill(collector, 0)
-            until_back(collector, 0, number)
-        kept = [collector.next() for _ in range(3)]
-        assert len(kept) == 3
-        now = collector.stats()["memory_bytes"], collector._engine.backend.memory.nbytes
-        assert now == memory
+            kept += until_back(collector, 0, number)
+        seen = [batch["next", "observation"].reshape(-1, 2) for batch in kept]
+        steps = torch.cat(seen)[:, 1].tolist()
+        assert steps.count(1) == 4
+        assert all(later in (1, step + 1) for step, later in itertools.pairwise(steps))
+        assert collector.stats()["memory_bytes"] == memory
 
 
-def test_without_a_lost_worker_its_part_of_a_batch_is_masked():
-    with collecting("sync", *map(rig.counting, range(3)), how="continue") as collector:
+@pytest.mark.parametrize("kind", SYNC)
+def test_without_a_lost_worker_its_part_of_a_batch_is_masked(kind):
+    with collecting(kind, *map(rig.counting, range(3)), how="continue") as collector:
         assert collector.next()[MASK].all()
         kill(collector, 1)
         for _ in range(5):
@@ -244,7 +270,7 @@ def test_a_buffer_gets_whole_rows_and_no_others(kind, how, shared):
                 kill(collector, 1)
         frames = collector.stats()["frames"]
         # Asynchronous workers store rollouts before these are delivered.
-        assert frames == len(buffer) if kind == "sync" else frames <= len(buffer)
+        assert frames == len(buffer) if kind in SYNC else frames <= len(buffer)
     rows = buffer[:]
     steps = [tuple(map(int, row)) for row in rows["next", "observation"].tolist()]
     assert all(step > 0 for _, step in steps)
@@ -252,9 +278,10 @@ def test_a_buffer_gets_whole_rows_and_no_others(kind, how, shared):
     assert (torch.unique(ids, return_counts=True)[1] <= 5).all()
 
 
-def test_whole_trajectories_of_a_life_never_join_those_of_another():
+@pytest.mark.parametrize("kind", SYNC)
+def test_whole_trajectories_of_a_life_never_join_those_of_another(kind):
     with collecting(
-        "sync", *map(rig.counting, range(2)), per_worker=7, trajs_per_batch=4, traj_format="cat"
+        kind, *map(rig.counting, range(2)), per_worker=7, trajs_per_batch=4, traj_format="cat"
     ) as collector:
         for number in range(8):
             batch = collector.next()
@@ -264,10 +291,11 @@ def test_whole_trajectories_of_a_life_never_join_those_of_another():
                 kill(collector, number % 2)
 
 
-def test_a_loss_in_the_background_is_made_good():
+@pytest.mark.parametrize("kind", SYNC)
+def test_a_loss_in_the_background_is_made_good(kind):
     buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8)
     with collecting(
-        "sync", *map(rig.counting, range(2)), replay_buffer=buffer, total_frames=1600
+        kind, *map(rig.counting, range(2)), replay_buffer=buffer, total_frames=1600
     ) as collector:
         collector.start()
         rig.until(lambda: len(buffer) > 50)
@@ -306,7 +334,7 @@ def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sync", "async", "nodes-sync", "nodes-async"])
 def test_a_soak_finds_no_wrong_frame(kind):
     figures = soak.run(kind, 3.0, seed=1)
     assert figures["relaunches"]

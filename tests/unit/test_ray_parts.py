@@ -1,9 +1,11 @@
 """The parts of Ray collectors that need no Ray."""
 
+import socket
 import sys
 import types
 
 import pytest
+import rig
 
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncScheme
 from gleanrl.transport.peer import RemoteFlag
@@ -102,3 +104,22 @@ def test_ray_that_is_the_users_stays(fake):
     fake.init()  # by somebody else, meanwhile
     session.leave(one, True)
     assert fake.on
+
+
+@pytest.mark.parametrize("source", ["ray_init_config", "RAY_ADDRESS", "ray_current_cluster"])
+def test_a_cluster_that_is_gone_is_named_at_once(fake, monkeypatch, tmp_path, source):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = None
+    if source == "ray_init_config":
+        config = {"address": address}
+    elif source == "RAY_ADDRESS":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    else:  # what Ray leaves behind when its processes are killed
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+    with rig.in_time(), pytest.raises(ConfigError, match=f"at {address}, which .*{source}"):
+        RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config)
+    assert not fake.started

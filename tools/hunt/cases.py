@@ -226,7 +226,6 @@ APART = {
     "exploration_type": "exploration_mode",
     "weight_updater": "weight_sync_schemes policy_factory update_at_each_batch",
     "max_weight_update_interval": "update_interval",
-    "sync": "on_failure",
     "front_door": "collector_class num_workers",
     "interruptor": "preemptive_threshold collector_class",
 }
@@ -258,7 +257,6 @@ def allowed(case: Case, name: str) -> bool:
         "cat_results": case.together,
         # Rows of an [env, time] storage have equally many steps.
         "preemptive_threshold": case.together and case.sink != "rows",
-        "on_failure": not case.together,
         "compact_obs": case.sink == "batches",
         "max_frames_per_traj": case.env != "torchrl",
         "total_frames": not case.background,

@@ -30,17 +30,16 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.platforms import require_linux
 from gleanrl.memory.shared import available_memory, memory_limits
 from gleanrl.transport.addresses import outward, ports_to_try
+from gleanrl.transport.ray_address import connection_problem, known_cluster
 from gleanrl.watch.progress import Display
 
 _Check: TypeAlias = Callable[[], Iterator[Finding]]
 _PIDS = {version: ("pids.max", "pids.current") for version in (1, 2)}
 _TOOLS = {"docs", "lint", "bench"}
 """Extras of packages that collecting has nothing to do with."""
-_RAY_FILE = Path("/tmp/ray/ray_current_cluster")
-"""Where Ray notes the address of the cluster that was started last on this machine."""
 _HEADERS = "#include <Python.h>\n#include <omp.h>\n"
 _COLLECT = ("gleanrl", "collect", "CartPole-v1", "--workers", "1", "--frames", "2")
-_CONNECT_S, _SHORT_S, _TORCH_S = 3.0, 10.0, 120.0
+_SHORT_S, _TORCH_S = 10.0, 120.0
 _running: set[subprocess.Popen[str]] = set()
 """What checks are waiting for."""
 _REPORT = "report this line to the authors of GleanRL"
@@ -253,18 +252,8 @@ def _is_free(port: int) -> bool:
 
 
 def _ray() -> Iterator[Finding]:
-    address, source, problem = os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS", None
-    if address in (None, "", "auto") and _RAY_FILE.exists():
-        address, source = _RAY_FILE.read_text().strip(), str(_RAY_FILE)
-    if address in (None, "", "auto", "local"):
-        yield checks.ray(None, source, None)
-        return
-    host, _, port = str(address).removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except (OSError, ValueError) as err:
-        problem = str(err)
-    yield checks.ray(address, source, problem)
+    address, source = known_cluster()
+    yield checks.ray(address, source, None if address is None else connection_problem(address))
 
 
 def _slurm() -> Iterator[Finding]:

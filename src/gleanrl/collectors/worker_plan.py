@@ -98,7 +98,7 @@ class WorkerPlan:
             check_counts(envs, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
-        self.relaunches = read_failure(arguments, sync, remote)
+        self.relaunches = read_failure(arguments)
         """The number of replacements of each worker, and in how many seconds (``None`` for all);
         ``None`` without replacements."""
         self.blanks = sync and arguments["on_failure"] == "continue"
@@ -329,7 +329,7 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
     return int(workers * threshold) if threshold < 1 and sync else None
 
 
-def read_failure(arguments: Arguments, sync: bool, remote: bool) -> tuple[int, float | None] | None:
+def read_failure(arguments: Arguments) -> tuple[int, float | None] | None:
     """Return how many replacements each worker may have, and in how many seconds.
 
     ``None`` stands for no replacements, or for all time.
@@ -340,10 +340,6 @@ def read_failure(arguments: Arguments, sync: bool, remote: bool) -> tuple[int, f
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what not in ("raise", "continue", "relaunch"):
         raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
-    if what != "raise" and sync and remote:
-        raise ConfigError(
-            f"on_failure={what!r} needs sync=False: a batch of sync=True has a part of every node"
-        )
     if what != "raise" and quota is not None:
         raise ConfigError(
             f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="

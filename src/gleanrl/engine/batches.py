@@ -19,10 +19,12 @@ from gleanrl.memory.arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
 from gleanrl.memory.tensordicts import batch_over, stacked, tensordict_over, time_named
 
-_SYNC_SLOTS = 3
-"""One batch being written, one being handed over, one the consumer has not let go of yet."""
-_ASYNC_SLOTS = 4
-"""Per worker: two rollouts ahead of it, one being handed over, one not let go of yet."""
+_KEPT = 2
+"""Batches that the consumer may hold as views; it gets copies of others meanwhile."""
+_SYNC_SLOTS = _KEPT + 1
+"""The others are being written: one batch."""
+_ASYNC_SLOTS = _KEPT + 2
+"""Per worker. The others are being written: two rollouts ahead of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,6 @@ class BatchPlan:
         """The layouts, if every worker has one."""
         self.arenas: dict[int, Arena] = {}
         """By the number that windows have: the worker's if each has its own memory, else 0."""
-        self._slots = 0
-        """Slots of all arenas so far, of which each has a number of its own."""
 
     @property
     def uniform(self) -> bool:
@@ -88,7 +88,7 @@ class BatchPlan:
         return self._slab_slots(slab, dim, _SYNC_SLOTS, 0)
 
     def worker_slots(self, worker: int) -> Slots:
-        """Return new slots of batches that are one rollout of ``worker``.
+        """Return the slots of batches that are one rollout of ``worker``.
 
         Raises:
             ConfigError: more memory than there is.
@@ -106,8 +106,7 @@ class BatchPlan:
                 f"{count} batches of {slab.nbytes:,} bytes",
                 "lower frames_per_batch, the number of workers or of environments",
             )
-        self.arenas[number] = arena = Arena(slab, count, self._shared, number, self._slots)
-        self._slots += count
+        self.arenas[number] = arena = Arena(slab, count, self._shared, number)
         return SlabSlots(arena, count, self._options, dim)
 
     def fake_batch(self) -> TensorDictBase:
@@ -230,9 +229,9 @@ class Slots:
 class SlabSlots(Slots):
     """Slots of an arena.
 
-    The memory rule: a batch is handed out as a view of its slot, unless that would leave no slot to
-    write the next one into. Then it is copied into ordinary memory and its slot used again: the
-    collector never waits for the user to let go, and a batch never changes while the user holds it.
+    The memory rule: a batch is handed out as a view of its slot, unless the user holds two already.
+    Then it is copied into ordinary memory and its slot used again: there is always one to write the
+    next rollout into, and a batch never changes while the user holds it.
     Where a rollout did not fit the layout and travelled as a payload, the whole batch is put
     together from payloads and copies.
     """
@@ -269,10 +268,10 @@ class SlabSlots(Slots):
             window.tensor(TRAJ_IDS).fill_(-1)
 
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Return the batch in ``slot``: a view, or a copy if no other slot is free."""
+        """Return the batch in ``slot``: a view, or a copy if the user holds several views."""
         if any(report.payload is not None for report in reports):
             return self._opened(slot, reports)
-        if self._arena.has_free():
+        if self._arena.leased < _KEPT:
             return self._batch(self._leased(slot), reports)
         self._prepared = None
         self.copies += 1

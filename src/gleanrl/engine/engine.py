@@ -88,7 +88,8 @@ class Engine(Session):
         budget = Budget(limits.rounded(size, max(rows) if options.single else self.num_envs))
         self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
         if options.single:
-            self.gather: Gather = AsyncGather(self, plan.worker_slots, self.sizes)
+            own = [plan.worker_slots(worker) for worker in range(self.workers)]
+            self.gather: Gather = AsyncGather(self, own, self.sizes)
         else:
             slots = plan.common_slots()
             self.gather = SyncGather(

@@ -252,7 +252,7 @@ class SyncGather(Gather):
         if ticket.lost is None:
             return False
         coming = ticket.worker in session.joining or ticket.worker not in session.lost
-        return session.tolerant and coming and ticket.over
+        return session.tolerant and coming
 
     def _deadline(self, begun: _Round) -> Deadline:
         """Return that of the rollouts; of replacements that come up the backend has its own."""
@@ -283,7 +283,7 @@ class SyncGather(Gather):
     def _request_again(self, begun: _Round) -> None:
         """Request the rollouts of lost workers from replacements that are up."""
         for worker, ticket in enumerate(begun.tickets):
-            if ticket.lost is not None and worker not in self.session.lost and ticket.over:
+            if ticket.lost is not None and worker not in self.session.lost:
                 begun.deadline = Deadline(begun.deadline.seconds)
                 begun.tickets[worker] = self._requested(begun, worker)
 
@@ -346,19 +346,16 @@ class SyncGather(Gather):
         return sum(report.frames for report in _reports(stale))
 
 
-_Requested: TypeAlias = tuple[Ticket, Slots, int]
+_Requested: TypeAlias = tuple[Ticket, int]
 """A due rollout and its slot."""
 
 
 class AsyncGather(Gather):
     """A batch is complete when any worker has delivered its rollout."""
 
-    def __init__(
-        self, session: Session, make_slots: Callable[[int], Slots], frames: Sequence[int]
-    ) -> None:
-        """Gather from the first worker to finish; ``make_slots`` makes a worker's slots."""
-        super().__init__(session, [make_slots(worker) for worker in range(len(frames))], frames)
-        self._make_slots = make_slots
+    def __init__(self, session: Session, slots: Sequence[Slots], frames: Sequence[int]) -> None:
+        """Gather from the first worker to finish; each has ``slots`` of its own."""
+        super().__init__(session, slots, frames)
         self._queues: list[deque[_Requested]] = [deque() for _ in frames]
         self._taken_back: deque[Undelivered] = deque()
         """Rollouts of an earlier collector that it did not deliver."""
@@ -386,7 +383,7 @@ class AsyncGather(Gather):
             if not session.can_continue:  # raised after the delivery of all arrived rollouts
                 session.receive_available()
         worker, requested = first.worker, self._frames[first.worker]
-        _, slots, slot = self._queues[worker].popleft()
+        slots, (_, slot) = self._slots[worker], self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
             slots.release(slot)
             budget.cancel(requested)
@@ -418,19 +415,19 @@ class AsyncGather(Gather):
         return not (any(self._queues) or self._taken_back)
 
     def waiting(self) -> list[m.Report]:
-        arrived = _reports(ticket for queue in self._queues for ticket, *_ in queue.copy())
+        arrived = _reports(ticket for queue in self._queues for ticket, _ in queue.copy())
         return [*(report for _, report, _ in self._taken_back), *arrived]
 
     def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
         found = list(self._taken_back)
         made = [
-            (ticket.arrived, ticket.worker, ticket.reply.report, slots, slot)
+            (ticket.arrived, ticket.worker, ticket.reply.report, slot)
             for queue in self._queues
-            for ticket, slots, slot in queue
+            for ticket, slot in queue
             if isinstance(ticket.reply, m.Rolled) and ticket.arrived < since.get(ticket.worker, 0)
         ]
-        for _, worker, report, slots, slot in sorted(made, key=itemgetter(0)):
-            if (batch := slots.copied(slot, report)) is not None:
+        for _, worker, report, slot in sorted(made, key=itemgetter(0)):
+            if (batch := self._slots[worker].copied(slot, report)) is not None:
                 found.append((worker, replace(report, payload=None), batch))
         return found
 
@@ -459,20 +456,17 @@ class AsyncGather(Gather):
 
     def _begin(self, worker: int, budget: Budget) -> bool:
         """Request a rollout of ``worker``; return ``False`` if it was lost."""
-        if worker in self.session.lost:  # and some of its slots with it
+        if worker in self.session.lost:
             return False
         slots = self._slots[worker]
         slot = slots.acquire()
-        if slot is None:  # more were handed over while the worker was replaced
-            slots = self._renew(worker)
-            slot = slots.acquire()
-            assert slot is not None
+        assert slot is not None  # a batch was copied otherwise
         ticket = self.session.send(worker, m.Collect(slots.windows[slot][0], budget.random))
         if ticket.lost is not None:
             slots.release(slot)
             return False  # raised when the rollouts that did arrive have been delivered
         budget.dispatch(self._frames[worker])
-        self._queues[worker].append((ticket, slots, slot))
+        self._queues[worker].append((ticket, slot))
         return True
 
     def _drop_lost(self, budget: Budget) -> None:
@@ -483,23 +477,8 @@ class AsyncGather(Gather):
     def _drop_lost_of(self, worker: int, budget: Budget) -> None:
         queue = self._queues[worker]
         while queue and queue[0][0].lost is not None:
-            ticket, slots, slot = queue.popleft()
+            self._slots[worker].release(queue.popleft()[1])
             budget.cancel(self._frames[worker])
-            if ticket.over:
-                slots.release(slot)
-            elif slots is self._slots[worker] and self._goes_on(worker):
-                self._renew(worker)
-
-    def _goes_on(self, worker: int) -> bool:
-        """Whether ``worker`` lives, or a replacement is expected."""
-        return worker in self.session.joining or worker not in self.session.lost
-
-    def _renew(self, worker: int) -> Slots:
-        """Exchange the slots of ``worker`` for new ones."""
-        fresh = self._make_slots(worker)
-        fresh.copies = self._slots[worker].copies
-        self._slots[worker] = fresh
-        return fresh
 
     def _heads(self) -> list[Ticket]:
         return [queue[0][0] for queue in self._queues if queue]
@@ -530,8 +509,8 @@ class AsyncGather(Gather):
         for worker, mark in since.items():
             queue = self._queues[worker]
             while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
-                ticket, slots, slot = queue.popleft()
-                slots.release(slot)
+                ticket, slot = queue.popleft()
+                self._slots[worker].release(slot)
                 budget.cancel(self._frames[worker])
                 if isinstance(ticket.reply, m.Rolled):
                     frames += ticket.reply.report.frames

@@ -174,12 +174,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        slab: Slab,
-        slots: int,
-        shared: SharedMemory | None = None,
-        number: int = 0,
-        first: int = 0,
+        self, slab: Slab, slots: int, shared: SharedMemory | None = None, number: int = 0
     ) -> None:
         """Reserve the memory.
 
@@ -189,10 +184,8 @@ class Arena:
             shared: Memory that worker processes map; private memory by default. It is mapped at
                 first use, so that several arenas can lie in it.
             number: Which of several arenas it is; windows name it.
-            first: The number that windows give to the first slot. Workers remember windows by the
-                numbers of slots, so that no two arenas of a worker may have one in common.
         """
-        self._number, self._first = number, first
+        self._number = number
         self.slab = slab
         self.nbytes = slab.nbytes * slots
         """Bytes reserved."""
@@ -225,19 +218,21 @@ class Arena:
         """Return a slot that was acquired and not leased."""
         self._free.append(slot)
 
-    def has_free(self) -> bool:
-        """Tell whether `acquire` would succeed."""
+    @property
+    def leased(self) -> int:
+        """The number of slots that are leased."""
         self._reclaim()
-        return bool(self._free)
+        return len(self._leases)
 
     def _reclaim(self) -> None:
         while self._returned:
-            self._free.append(self._returned.popleft().slot)
+            slot = self._returned.popleft().slot
+            del self._leases[slot]
+            self._free.append(slot)
 
     def reference(self, slot: int, worker: int) -> WindowRef:
         """Describe the part of ``slot`` that ``worker`` writes."""
-        number = self._first + slot
-        return self.slab.reference(number, worker, self._start(slot), self._number)
+        return self.slab.reference(slot, worker, self._start(slot), self._number)
 
     def _start(self, slot: int) -> int:
         return self._base + slot * self.slab.nbytes

@@ -50,7 +50,10 @@ class Pair(Protocol):
         """
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
-        """Begin to receive into ``tensor`` (uint8), which is whole once that is finished."""
+        """Begin to receive into ``tensor`` (uint8), which is whole once that is finished.
+
+        Nothing is written to it after the transfer was destroyed.
+        """
 
 
 class Connection(Protocol):
@@ -152,7 +155,7 @@ class Landing:
             whole = memory[start : start + nbytes]
             self.pieces, self._mark = [whole], _mark_of(whole)
             return
-        aside = torch.empty(nbytes, dtype=torch.uint8)
+        aside = torch.zeros(nbytes, dtype=torch.uint8)  # in freed memory there may be a mark
         beside = window_over(aside, plan)
         direct: dict[int, torch.Tensor] = {}
         for block, place in zip(reference.blocks, plan.blocks, strict=True):
@@ -190,7 +193,7 @@ class Arrival:
         try:
             self._transfers += [pair.receive(piece) for piece in landing.pieces]
         except RuntimeError as err:
-            self._error = err
+            self._error = err.with_traceback(None)  # which would keep the transfers
 
     @property
     def arrived(self) -> bool:

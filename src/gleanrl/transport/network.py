@@ -240,7 +240,7 @@ class Node(ChannelPeer):
         return f"on node {self.address} {told or reason}"
 
     def close(self, *, drop: bool = True) -> None:
-        """Close the connection, which ends a running node.
+        """Close the connection, which ends a running node; nothing lands any more.
 
         Args:
             drop: Whether to drop the pair as well, which a forked child cannot do.
@@ -555,6 +555,11 @@ class NetworkBackend(ChannelBackend[Node]):
         others = [frame for frame in self._arrived if head_of(frame)[1] != peer.index]
         self._arrived.clear()
         self._arrived += others
+
+    def end(self, worker: int) -> bool:
+        """Hang up on ``worker``; that of its rollouts which has not landed never does."""
+        super().end(worker)
+        return True
 
     def stop(self, timeout: float) -> None:
         """End all nodes, including those that are joining. Idempotent."""

@@ -33,6 +33,8 @@ _WORKER_EXIT_S = 0.5
 """Seconds after which a worker that was told to end is killed."""
 _KILLED_S = 2.0
 """Seconds to wait for the end of a worker that was killed."""
+_LOOK_S = 0.1
+"""Seconds until the next look, if it has not ended."""
 _zygote: Zygote | None = None
 _starting = threading.RLock()
 """Held while the zygote is started, because several threads may be the first to need it."""
@@ -126,8 +128,9 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
     def replace(self, worker: int, life: int, delay: float) -> None:
         """Have another process started in place of ``worker``, without waiting.
 
-        Once it has built its environments, `receive` returns its `Ready`; else `receive` raises
-        `WorkerDied`.
+        It is started once that of ``worker`` has certainly ended, because both write the same
+        memory. Once it has built its environments, `receive` returns its `Ready`; else `receive`
+        raises `WorkerDied`.
 
         Args:
             worker: Its index; it was ended.
@@ -145,6 +148,9 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         now = monotonic()
         for worker in [worker for worker, (due, _) in self._due.items() if due <= now]:
             _, life = self._due.pop(worker)
+            if self._zygote.alive and self._zygote.exit_status(self.pids[worker], 0.0) is None:
+                self._due[worker] = now + _LOOK_S, life
+                continue
             try:
                 self._fork(worker, self._factories[worker], life)
             except (WorkerDied, CollectorTimeout, OSError) as err:

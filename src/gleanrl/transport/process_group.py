@@ -98,7 +98,7 @@ class ProcessGroupPair:
 
     def __init__(self, connection: Connection, kind: str, rank: int, timeout_s: float) -> None:
         """Connect; the other side does so at the same time."""
-        self._peer = 1 - rank
+        self._peer, self._in_place = 1 - rank, kind == "gloo"
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")
         store, timeout = ConnectionStore(connection), timedelta(seconds=timeout_s)
         self._group = _make(kind, store, rank, connection.own_address, timeout)
@@ -108,8 +108,9 @@ class ProcessGroupPair:
         return _GroupTransfer(self._group.send([moving], self._peer, _TAG), moving, moving)
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
-        on_cpu = self._device.type == "cpu"
-        moving = tensor if on_cpu else torch.empty_like(tensor, device=self._device)
+        # gloo's thread writes nothing once the receive is destroyed, which waits for a write that
+        # it is in the middle of. Of the others that is not known.
+        moving = tensor if self._in_place else torch.empty_like(tensor, device=self._device)
         return _GroupTransfer(self._group.recv([moving], self._peer, _TAG), moving, tensor)
 
 

@@ -22,6 +22,7 @@ from gleanrl.core.window import Array
 from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.ray_actor import GROUPS, ActorPair, RayNode
+from gleanrl.transport.ray_address import connection_problem, known_cluster
 
 _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries")
 """Options of an actor that a worker depends on."""
@@ -46,10 +47,15 @@ class Session:
         """Ray's node id, which a Ray that is started later does not have."""
 
     def enter(self, user: object, config: Mapping[str, Any] | None) -> None:
-        """Connect to Ray unless this process is connected; ``config`` are arguments for that."""
+        """Connect to Ray unless this process is connected; ``config`` are arguments for that.
+
+        Raises:
+            ConfigError: the cluster that Ray would join does not answer.
+        """
         ray = require_ray()
         with self._lock:
             if not ray.is_initialized():
+                _check_answers((config or {}).get("address"))
                 self._users.clear()
                 ray.init(**(config or {}))
                 self._node = ray.get_runtime_context().get_node_id()
@@ -79,6 +85,22 @@ class Session:
 
 session = Session()
 """The session of this process."""
+
+
+def _check_answers(given: str | None) -> None:
+    """Check that the cluster that Ray would join answers: Ray itself tries that for minutes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    address, source = known_cluster(given)
+    problem = None if address is None else connection_problem(address)
+    if problem is not None:
+        raise ConfigError(
+            f"no Ray cluster answers at {address}, which {source} names ({problem}): start one "
+            "with `ray start --head`, or forget this one with `ray stop --force` or by taking the "
+            "address away; then Ray starts on this machine"
+        )
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
