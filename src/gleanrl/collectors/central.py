@@ -10,7 +10,7 @@ from typing import Any
 
 from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
-from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
+from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
@@ -29,7 +29,6 @@ _WHY_NOT: Mapping[str, str] = {
     "init_fn": "workers only step environments: call it in create_env_fn",
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
-    "on_failure": "lost workers are not replaced there yet",
     "max_lag": "the policy acts with the newest weights",
     "on_env_error": "environments are not built anew there yet",
 }
@@ -85,6 +84,11 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
             raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
     if kind == "workers":
         return False
+    if arguments["on_failure"] == "continue":
+        raise ConfigError(
+            "on_failure='continue' and inference='central' exclude each other: lost workers are "
+            "replaced there, by 'relaunch'"
+        )
     for name, why in _excluded(arguments):
         raise ConfigError(
             f"{name} ({arguments[name]!r:.80}) and inference='central' exclude each other: {why}"
@@ -169,6 +173,7 @@ def central_plan(
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups
     count = len(functions)
+    relaunches = read_failure(arguments, sync, remote=False)
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
         always_rows=not sync,
@@ -177,6 +182,7 @@ def central_plan(
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
         affinity=affinity,
+        relaunches=relaunches,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.
     parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]
@@ -208,7 +214,7 @@ def central_plan(
         envs,
         sync=sync,
         in_process=True,
-        central=True,
+        central=sharing,
         acting=acting if sync else JointPolicy(acting),
     )
     if sync:

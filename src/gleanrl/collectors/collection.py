@@ -22,7 +22,8 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts, SyncGather
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
-from gleanrl.engine.replacing import Replacements, ReplacingBackend
+from gleanrl.engine.replacing import PolicyReplacements
+from gleanrl.engine.session import Session
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
@@ -79,15 +80,16 @@ class Collection:
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
+        if plan.central is not None:
+            engine.newest_losses = plan.central.start().session.newest_losses
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
-        self._replacements: Replacements | None = None
+        self._replacements: PolicyReplacements | None = None
         if plan.relaunches is not None:
-            backend = cast("ReplacingBackend", engine.backend)
             models = cast("WeightSync", self.weights.models)
-            self._replacements = Replacements(engine, backend, models, plan.relaunches)
+            self._replacements = PolicyReplacements(engine, models, plan.relaunches)
         self.filling = BackgroundFilling(engine, self.budget, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
@@ -313,20 +315,26 @@ class Collection:
                 f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
             )
         if not self._several:
-            return self._totals()
+            return self._totals() | self._env_workers(workers != "aggregate")
         stats = {} if workers == "per_worker" else self._totals()
         if workers != "per_worker":
             stats["worker_frames"] = self.watching.measures.frames
-        stats |= {
-            "workers": self.engine.workers,
-            "workers_alive": len(self.engine.alive),
-            "workers_lost": self.engine.losses,
-            "relaunches": sum(self.engine.lives),
-            "rollouts_queued": len(self.engine.gather.waiting()),
-        }
+        stats |= _losses(self.engine)
+        stats["rollouts_queued"] = len(self.engine.gather.waiting())
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
             own = self._of_worker(worker)
             stats |= {f"worker_{worker}/{name}": value for name, value in own.items()}
+        return stats
+
+    def _env_workers(self, each: bool) -> dict[str, int | float | bool]:
+        """Return the state of the processes of environments, with central inference."""
+        if self.plan.central is None:
+            return {}
+        session = self.plan.central.start().session
+        stats: dict[str, int | float | bool] = _losses(session)
+        for worker in range(session.workers if each else 0):
+            stats[f"worker_{worker}/alive"] = worker in session.alive
+            stats[f"worker_{worker}/pid"] = session.processes[worker][0]
         return stats
 
     def _totals(self) -> dict[str, int | float | bool]:
@@ -398,13 +406,23 @@ class Collection:
         }
 
 
+def _losses(session: Session) -> dict[str, int | float | bool]:
+    """Return the numbers of workers, of those that live, and of losses and replacements."""
+    return {
+        "workers": session.workers,
+        "workers_alive": len(session.alive),
+        "workers_lost": session.losses,
+        "relaunches": sum(session.lives),
+    }
+
+
 def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
     """Reserve memory for the batches that ``plan`` asks for; return their budget."""
     stopped: Callable[[], bool] = bool
     if isinstance(plan.interruptor, Interruptor):
         plan.interruptor.attach(engine.backend.stop_byte)
         stopped = plan.interruptor.collection_stopped
-    engine.tolerant = plan.arguments["on_failure"] != "raise"
+    engine.tolerant = plan.tolerant
     engine.needs_all = plan.relaunches is not None and plan.sync
     return engine.plan(
         plan.limits,

@@ -491,6 +491,11 @@ class Session:
             error.worker = worker
             self._lose(worker, error)
 
+    def is_up(self, worker: int) -> bool:
+        """Tell whether ``worker`` lives, and is up to date if it is a replacement."""
+        setting_up = any(t.setting_up for t in self._open.values() if t.worker == worker)
+        return not (worker in self.joining or worker in self.lost or setting_up)
+
     def _admit(self, reply: m.Ready) -> Exception | None:
         """Count a worker among those that are up; return the reason if that is not possible."""
         worker, commands = reply.worker, list[m.Command]()

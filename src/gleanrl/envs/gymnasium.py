@@ -242,18 +242,23 @@ class GymnasiumEnv(WindowEnv):
         return ended
 
     def finish(self, steps: int) -> None:
-        """Write the rewards of all steps.
+        """Write the rewards of the steps since the last call.
 
         Raises:
             EnvError: a reward that is not a number, or a finite one that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        if self._unsettled and self._window.steps > 1:  # one step says little about `info`
+        if self._unsettled and steps == self._window.steps > 1:  # one step says little about `info`
             self._settle()
-        when = "" if self._window.steps == 1 else " at step {}"
-        self._actions.check(0, steps)
-        target = self._window.array(next_key(REWARD))[:, :steps, 0]
+        first = steps - len(self.rewards)
+        if first == steps:
+            return
+        when = " at step {}" if first == 0 else f" at step {first}"
+        when = "" if self._window.steps == 1 else when
+        self._actions.check(first, steps)
+        target = self._window.array(next_key(REWARD))[:, first:steps, 0]
         write_rewards(target, check_rewards(self.rewards, when), when=when)
+        self.rewards = []
 
     # -- resets ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import NEXT, Key, format_key
+from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
@@ -77,6 +77,8 @@ class SharedPlaces:
     """One bool per environment: whether the step truncates it."""
     ended: int
     """One bool per environment: whether it ended."""
+    anew: int
+    """One bool per environment: whether it began anew, without a step."""
     envs: int
     """Environments of the worker."""
 
@@ -145,16 +147,17 @@ class EnvGroup:
             infos=self.envs.info_entries,
         )
 
-    def open_rows(self, always: bool = False) -> RowsInfo | None:
+    def open_rows(self, always: bool = False, at_once: bool = False) -> RowsInfo | None:
         """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts.
 
-        With ``always``, environments with TensorDict methods of their own are called by these.
+        With ``always``, environments with TensorDict methods of their own are called by these. With
+        ``at_once``, each step is written whole, because this process may be lost.
         """
         found = self._find_rows() or (self._tensordict_rows() if always else None)
         if found is None:
             return None
         rows, specs = found
-        self._rollouts, self._stepped = _Rollouts(rows), rows
+        self._rollouts, self._stepped = _Rollouts(rows, at_once), rows
         return RowsInfo(
             layout=replace(rows.layout, batch_shape=()),
             observation_specs=rows.observation_specs,
@@ -163,6 +166,16 @@ class EnvGroup:
             can_cut=rows.can_cut,
             checks_actions=rows.checks_actions,
         )
+
+    def take_place(self, before: RowsInfo, *opened: bool) -> None:
+        """Prepare to step in the rows that the group of a lost worker has left.
+
+        Raises:
+            ConfigError: these environments are not like those ``before``.
+        """
+        self.described()
+        if (info := self.open_rows(*opened)) != before:
+            raise ConfigError(f"its environments are {info}, those of the lost one were {before}")
 
     def _find_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]] | None:
         """Return rows that step as the environments do, and the specs of actions."""
@@ -195,6 +208,7 @@ class EnvGroup:
         self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
         self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
         self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
+        self._anew = np.frombuffer(found, np.bool_, places.envs, places.anew)
         self._row.bind(map_window(found, row))
 
     def open_carry(self, carry: WindowRef) -> None:
@@ -204,7 +218,7 @@ class EnvGroup:
     def open(self, number: int, window: WindowRef, others: Sequence[int]) -> None:
         """Add a window for rollouts, with a ``number`` from 1 on; keep no more than ``others``."""
         windows = self._rollouts.windows
-        self._rollouts.windows = {other: windows[other] for other in others}
+        self._rollouts.windows = {other: windows[other] for other in others if other in windows}
         self._rollouts.windows[number] = map_window(self._memory.map(), window)
 
     # -- orders: what is to be done lies in memory -------------------------------------------------
@@ -230,11 +244,18 @@ class EnvGroup:
         self._reset_s[0] = rollouts.rows.reset_s
         return bool(ended)
 
+    def begin(self) -> None:
+        """Reset all environments, in place of a step that was under way when a worker was lost."""
+        number, t, _ = self._order.tolist()
+        self._cut[:] = self._ended[:] = False
+        self._anew[:] = True
+        self._rollouts.begin(number, t + 1)
+
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
-        rows = self._rollouts.rows
-        rows.finish(int(self._order[1]))
-        self._reset_s[0] = rows.reset_s
+        rollouts = self._rollouts
+        rollouts.finish(int(self._order[1]))
+        self._reset_s[0] = rollouts.rows.reset_s
         return False
 
     def fail(self, error: BaseException) -> None:
@@ -302,23 +323,42 @@ class _Rollouts:
 
     carry: Window
 
-    def __init__(self, rows: EnvRows) -> None:
-        self.rows = rows
+    def __init__(self, rows: EnvRows, at_once: bool) -> None:
+        self.rows, self._at_once = rows, at_once
         self.windows: dict[int, Window] = {}
         """By number."""
-        self._last = 0
+        self._first = self._last = 0
+        """The steps with which the rows begin, and end, in the present window."""
 
     def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Take step ``t`` in a window; return the environments that ended."""
         rows = self.rows
         if t == 0:
             window = self.windows[number]
-            self._last = window.steps - 1
+            self._first, self._last = 0, window.steps - 1
             rows.begin(window, self.carry)
-        ended = rows.step(t, cut)
-        if t == self._last:
-            rows.finish(t + 1)
+        ended = rows.step(t - self._first, cut)
+        if self._at_once or t == self._last:
+            self.finish(t + 1)
         return ended
+
+    def begin(self, number: int, first: int) -> None:
+        """Reset, and begin in a window with step ``first``."""
+        self.rows.reset(self.carry)
+        window = self.windows[number]
+        self._first, self._last = first, window.steps - 1
+        rest = {key: window.tensor(key)[:, first:] for key in window.keys()}
+        for key in self.carry.keys():
+            shown = self.carry.tensor(key)
+            rest[key][:, :1] = shown  # which has no steps after the last one
+            if (after := next_key(key)) in window.keys():
+                window.tensor(after)[:, first - 1 : first] = shown
+        if first < window.steps:
+            self.rows.begin(Window(rest, window.envs, window.steps - first), self.carry)
+
+    def finish(self, steps: int) -> None:
+        """End a rollout after so many ``steps``, or write those there are."""
+        self.rows.finish(steps - self._first)
 
 
 # -- environments whose data lie in a window of one step -------------------------------------------

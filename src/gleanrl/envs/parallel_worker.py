@@ -15,6 +15,7 @@ from gleanrl.core.errors import WeightsError
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.streams import of_this_life
 from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
 from gleanrl.envs.factory import EnvFactory, closed_on_error
@@ -23,12 +24,14 @@ from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.memory.pulses import PulseAddress, PulseEnds
 from gleanrl.memory.shared import SharedMemory
 
-STEP, CUT, FINISH = range(1, 4)
-"""Orders to a group: step; step and truncate some environments; end a rollout early."""
+STEP, CUT, FINISH, BEGIN = range(1, 5)
+"""Orders to a group: step; step and truncate some environments; end a rollout early; reset, in
+place of the step of a worker that was lost."""
 LEAVE = 15
 """The order to leave `EnvWorker.serve`."""
-STEPPED, ENDED, FAILED = range(3)
-"""Answers: no environment ended; some did; an exception, which `EnvGroup.reraise` raises."""
+STEPPED, ENDED, FAILED, ANEW = range(4)
+"""Answers: no environment ended; some did; an exception, which `EnvGroup.reraise` raises; some
+began anew, others may have ended."""
 GROUP_BITS = 4
 """A pulse is an order or an answer in so many bits, and the number of the group above them."""
 MOST_GROUPS = 1 << (8 - GROUP_BITS)
@@ -51,7 +54,7 @@ class EnvWorkerBuilder:
 
     def __call__(self, worker: int) -> Source:
         """Make the environments one after the other."""
-        seed_streams(self.stream)
+        seed_streams(of_this_life(self.stream))
         made: list[Any] = []
         with closed_on_error(made):
             for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
@@ -78,8 +81,7 @@ class EnvWorker:
             number, order = pulse >> GROUP_BITS, pulse & mask
             group = self.groups[number]
             try:
-                ended = group.finish() if order == FINISH else group.step(order == CUT)
-                answer = ENDED if ended else STEPPED
+                answer = _carry_out(group, order)
             except Exception as err:
                 group.fail(err)
                 answer = FAILED
@@ -130,3 +132,12 @@ class EnvWorker:
     def close(self) -> None:
         """Close the environments."""
         close_all([group.envs for group in self.groups])
+
+
+def _carry_out(group: EnvGroup, order: int) -> int:
+    """Have ``group`` carry out an order; return its answer."""
+    if order == BEGIN:
+        group.begin()
+        return ANEW
+    ended = group.finish() if order == FINISH else group.step(order == CUT)
+    return ENDED if ended else STEPPED

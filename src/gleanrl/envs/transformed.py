@@ -221,6 +221,7 @@ class TransformedRows(EnvRows):
 
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed the user's environment; see `TensorDictHandle.seed`."""
+        self._fresh_root = False  # what its first reset showed was drawn without this seed
         return self.handle.seed(seed, static)
 
     def state(self) -> dict[str, Any]:
