@@ -59,6 +59,8 @@ _INSIDE = (
     "num_sub_threads",
     "timeout",
     "start_timeout",
+    "on_failure",
+    "max_relaunches",
 )
 """The arguments of the collector in the process of the policy that others do not pass on."""
 _INSIDE_S = 10.0

@@ -68,8 +68,8 @@ class Collection:
         """Batches discarded since the last one that was not, because of `max_lag`."""
         self._unfinished = 0
         """Frames in batches that earlier pipelines dropped."""
-        self.env_restarts = 0
-        """Environments that were built anew after an error."""
+        self.mishaps: Counter[str] = Counter()
+        """Failures in workers that collection has survived, by the counter of `stats`."""
         self.touched = False
         """Whether anything has requested a batch, a seed, a reset or a state."""
         self.moved = False
@@ -81,7 +81,8 @@ class Collection:
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
         if plan.central is not None:
-            engine.newest_losses = plan.central.start().session.newest_losses
+            session = plan.central.start().session
+            engine.newest_losses, engine.mishaps = session.newest_losses, session.mishaps
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
@@ -145,7 +146,7 @@ class Collection:
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
-        self._note_failures(reports)
+        self._note_mishaps(reports)
         self.watching.gathered(reports, weights.number, requested_at, self.status)
         if weights.schedule is not None:
             weights.after_batch(reports)
@@ -163,7 +164,7 @@ class Collection:
         self.budget.delivered -= frames
         self.engine.discards["lag"] += frames
         self.pipeline.forget(batch)
-        self._note_failures(reports)
+        self._note_mishaps(reports)
         self._old_in_a_row += 1
         if self._old_in_a_row == _MOST_OLD:
             raise GleanError(
@@ -173,13 +174,14 @@ class Collection:
             )
         return True
 
-    def _note_failures(self, reports: Rollouts) -> None:
-        """Count environments that were built anew, and warn of each."""
+    def _note_mishaps(self, reports: Rollouts) -> None:
+        """Count the failures in workers, and warn of each."""
         for worker, report in reports.items():
-            for failure in report.failures:
-                self.env_restarts += 1
+            for counter, text in report.mishaps:
+                self.mishaps[counter] += 1
                 where = f"in worker {worker}, " if self._several else ""
-                warn(f"{where}{failure}")
+                self.engine.mishaps.append((counter, f"{where}{text}"))
+                warn(f"{where}{text}")
 
     def unprocessed(self) -> TensorDictBase | None:
         """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
@@ -319,7 +321,7 @@ class Collection:
         stats = {} if workers == "per_worker" else self._totals()
         if workers != "per_worker":
             stats["worker_frames"] = self.watching.measures.frames
-        stats |= _losses(self.engine)
+        stats |= self._losses(self.engine)
         stats["rollouts_queued"] = len(self.engine.gather.waiting())
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
             own = self._of_worker(worker)
@@ -331,11 +333,20 @@ class Collection:
         if self.plan.central is None:
             return {}
         session = self.plan.central.start().session
-        stats: dict[str, int | float | bool] = _losses(session)
+        stats = self._losses(session)
         for worker in range(session.workers if each else 0):
             stats[f"worker_{worker}/alive"] = worker in session.alive
             stats[f"worker_{worker}/pid"] = session.processes[worker][0]
         return stats
+
+    def _losses(self, session: Session) -> dict[str, int | float | bool]:
+        """Return the numbers of workers, of those that live, and of losses and replacements."""
+        return {
+            "workers": session.workers,
+            "workers_alive": len(session.alive),
+            "workers_lost": session.losses + self.mishaps["workers_lost"],
+            "relaunches": sum(session.lives) + self.mishaps["relaunches"],
+        }
 
     def _totals(self) -> dict[str, int | float | bool]:
         engine, limits = self.engine, self.budget.limits
@@ -345,7 +356,7 @@ class Collection:
             "batches": self.batches,
             "frames_per_batch": limits.frames_per_batch,
             "requested_frames_per_batch": limits.frames_per_batch,
-            "env_restarts": self.env_restarts,
+            "env_restarts": self.mishaps["env_restarts"],
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
@@ -404,16 +415,6 @@ class Collection:
             "pid": engine.processes[worker][0],
             **self.watching.measures.stats(worker),
         }
-
-
-def _losses(session: Session) -> dict[str, int | float | bool]:
-    """Return the numbers of workers, of those that live, and of losses and replacements."""
-    return {
-        "workers": session.workers,
-        "workers_alive": len(session.alive),
-        "workers_lost": session.losses,
-        "relaunches": sum(session.lives),
-    }
 
 
 def _budget(plan: WorkerPlan, engine: Engine) -> Budget:

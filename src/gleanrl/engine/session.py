@@ -120,6 +120,8 @@ class Session:
         """Workers that are expected to come up: at first all, later replacements."""
         self.newest_losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
         """Losses: time (seconds since the epoch), worker and error."""
+        self.mishaps: deque[m.Mishap] = deque(maxlen=_LOSSES)
+        """The newest losses and replacements, for a collector around this one."""
         self.standing: dict[str, m.Command] = {}
         """Commands, by what they set, that hold for the replacement of a worker as well."""
         self.layouts: list[Layout | None] = [None] * count
@@ -507,7 +509,7 @@ class Session:
             except Exception as err:
                 return err
             self.changes += 1
-            warn(f"worker {worker} was replaced and takes part again")
+            self._tell("relaunches", f"worker {worker} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
         self.lost.pop(worker, None)
@@ -541,9 +543,14 @@ class Session:
             # It is kept but not raised: it must keep no frames, and with them nothing alive.
             error.__traceback__ = error.__context__ = None
             goes_on = "waits" if self.needs_all else "continues without it"
-            warn(f"collection {goes_on}{more}: {error}")
+            self._tell("workers_lost", f"collection {goes_on}{more}: {error}")
         elif more:
             error.args = (f"{error}{more}",)
+
+    def _tell(self, counter: str, text: str) -> None:
+        """Warn of something that collection survives."""
+        self.mishaps.append((counter, text))
+        warn(text)
 
     # -- the end ---------------------------------------------------------------------------------
 
