@@ -422,6 +422,7 @@ class WorkerGroup:
         arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
         seconds: float | None = CONTROL_S,
         kwargs: Mapping[str, Any] | None = None,
+        begins: bool = False,
     ) -> list[Any]:
         """Call a method of `EnvGroup` in workers, after what is under way.
 
@@ -430,6 +431,8 @@ class WorkerGroup:
             arguments: Those of all members, or by index of each member that is asked.
             seconds: The time that it may take, if a step may not take longer.
             kwargs: Further arguments of all.
+            begins: Whether environments begin episodes that the learner knows of, those of
+                replacements as well.
         """
         if seconds is not None:
             seconds = max(seconds, self.workers.timeout or 0.0)
@@ -442,7 +445,10 @@ class WorkerGroup:
             commands[worker] = m.Call(path, own, kwargs)
         found: dict[int, Any] = {}
         while left := {worker: one for worker, one in commands.items() if worker not in found}:
-            found |= self.workers.pause(left).request_each(left, seconds)  # again if one was lost
+            came = self.workers.pause(left).request_each(left, seconds)
+            found |= came  # those that were lost have no values, and are asked again
+            if begins:
+                self.go_on([worker for worker in came if not self.workers.is_coming(worker)])
         return [found[worker] for worker in commands]
 
     def ask_for_good(
@@ -459,9 +465,7 @@ class WorkerGroup:
         self.stand(method, arguments, what)
         self.ask(method, dict(enumerate(arguments)))
 
-    def stand(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], what: Any = None
-    ) -> None:
+    def stand(self, method: str, arguments: Sequence[tuple[Any, ...]], what: Any = None) -> None:
         """Have replacements begin with a call; see `ask_for_good`."""
         self._standing[what or method] = method, arguments
 

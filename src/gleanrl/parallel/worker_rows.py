@@ -141,11 +141,9 @@ class WorkerRows(EnvRows):
             own = None if envs is None else [env - part.start for env in part if env in envs]
             if own != []:
                 chosen[worker] = own, options
-        if envs is None:
-            group.go_on(group.members)
         # The first one belongs to the start.
         limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
-        group.ask("restart_rollouts", chosen, limit)
+        group.ask("restart_rollouts", chosen, limit, begins=envs is None)
         self._was_reset = True
         _copy(self.carry, carry, self._seen)
 
@@ -168,8 +166,8 @@ class WorkerRows(EnvRows):
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         self._group.wait()
         check_parts(snapshot, self._group)
-        self._group.go_on(self._group.members)
-        self._group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
+        parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
+        self._group.ask("resume", parts, begins=True)
 
     def close(self) -> None:
         self.face.close()
