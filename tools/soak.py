@@ -40,7 +40,14 @@ _RARE = 1 / 3000
 _GROWTH = 32 << 20
 """Bytes by which the learner may grow after its first third."""
 MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
-KINDS = {"sync": gleanrl.MultiSyncCollector, "async": gleanrl.MultiAsyncCollector}
+KINDS = {
+    "sync": gleanrl.MultiSyncCollector,
+    "async": gleanrl.MultiAsyncCollector,
+    "central": partial(gleanrl.MultiSyncCollector, inference="central"),
+    "central async": partial(
+        gleanrl.MultiAsyncCollector, inference="central", policy_process=False
+    ),
+}
 
 
 class Rough(gym.Env[Any, Any]):
@@ -163,7 +170,7 @@ def run(kind: str, seconds: float, seed: int, kills: bool = True) -> dict[str, f
     collector = KINDS[kind](
         [partial(Rough, number) for number in range(WORKERS)],
         policy,
-        frames_per_batch=STEPS * (WORKERS if kind == "sync" else 1),
+        frames_per_batch=STEPS * (1 if "async" in kind else WORKERS),
         total_frames=-1,
         track_policy_version=True,
         on_failure="relaunch",

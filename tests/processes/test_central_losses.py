@@ -24,6 +24,7 @@ from gleanrl import (
     ReplayBuffer,
     WorkerDied,
 )
+from gleanrl.testing import FaultyEnv
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -306,6 +307,67 @@ def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, tmp
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
     with pytest.raises(ConfigError, match=says):
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, inference="central", **options)
+
+
+@pytest.mark.parametrize("when", ["step", "reset"])
+def test_an_environment_that_raises_is_built_anew_alone(when, tmp_path):
+    def collect(act):
+        mark = tmp_path / "mark"
+        mark.unlink(missing_ok=True)
+        at = 13 if when == "step" else 3
+        broken = functools.partial(
+            FaultyEnv, rig.counting(0), act, when=when, at=at, once=mark, seconds=0.0
+        )
+        makers = [[broken, rig.counting(1)], [rig.counting(2), rig.counting(3)]]
+        frames = 4 * STEPS
+        with MultiSyncCollector(
+            makers,
+            inference="central",
+            on_env_error="restart",
+            frames_per_batch=frames,
+            total_frames=3 * frames,
+        ) as collector:
+            collector.set_seed(1)
+            return torch.cat([batch.clone() for batch in collector], -1), collector.stats()
+
+    undisturbed, _ = collect("sleep")
+    with pytest.warns(
+        UserWarning, match=r"(?s)in worker 0, environment 0 was built anew.*Injected"
+    ):
+        found, stats = collect("raise")
+    assert bool((found[1:] == undisturbed[1:]).all())
+    assert (stats["env_restarts"], stats["relaunches"]) == (1, 0)
+    steps = found[0]["next", "observation"][:, 1].tolist()
+    if when == "step":
+        assert found[0][MASK].tolist() == [True] * 12 + [False] + [True] * 11
+        assert steps == [*range(1, 13), 0, *range(1, 12)]
+        assert found[0]["next", "truncated"][:, 0].nonzero().tolist() == [[11]]
+    else:  # the third reset, after the second episode
+        assert found[0][MASK].all()
+        assert steps == [*range(1, 11), *range(1, 15)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_environment_is_not_built_anew_for_ever(kind):
+    makers = [rig.counting(0), rig.counting(1, fault=rig.fail, at=3)]
+    options = {"on_env_error": "restart", "max_env_restarts": 2, "on_failure": "raise"}
+    ignored = warnings.catch_warnings(action="ignore")
+    collector = collecting(kind, makers, **options)
+    with ignored, collector, pytest.raises(ArithmeticError, match="in the simulator") as caught:
+        collections.deque(collector, 0)
+    assert "max_env_restarts=2" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("setting", [{"on_env_error": "restart"}, {"on_failure": "relaunch"}])
+def test_environments_without_rows_are_refused(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        MultiSyncCollector([growing] * 2, frames_per_batch=8, inference="central", **setting)
+
+
+def growing():
+    from gleanrl import SerialEnv
+
+    return SerialEnv(1, "CartPole-v1")
 
 
 @pytest.mark.parametrize("kind", ["central", "central async"])

@@ -12,6 +12,7 @@ from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -30,7 +31,6 @@ _WHY_NOT: Mapping[str, str] = {
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
     "max_lag": "the policy acts with the newest weights",
-    "on_env_error": "environments are not built anew there yet",
 }
 """Arguments that make no sense with central inference, and the reason."""
 _OF_ONE = (
@@ -176,6 +176,7 @@ def central_plan(
     each = len(members[0]) // groups
     count = len(functions)
     relaunches = read_failure(arguments, sync, remote=False)
+    restarts = read_allowance("max_env_restarts", arguments["max_env_restarts"])
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
         always_rows=not sync,
@@ -185,6 +186,7 @@ def central_plan(
         start_timeout=arguments["start_timeout"],
         affinity=affinity,
         relaunches=relaunches,
+        restarts=restarts if arguments["on_env_error"] == "restart" else None,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.
     parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]
@@ -202,7 +204,8 @@ def central_plan(
         for first in range(0, each * groups, each)
     ]
     usual = defaults(MultiArguments)
-    dealt = {name: usual[name] for name in (*_STORING, "num_envs", "create_env_kwargs")}
+    in_workers = (*_STORING, "num_envs", "create_env_kwargs", "on_env_error")
+    dealt = {name: usual[name] for name in in_workers}
     make = arguments["policy_factory"]
     if make is not None:  # all groups have one policy
         dealt |= {"policy": make(), "policy_factory": None}

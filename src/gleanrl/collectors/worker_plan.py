@@ -115,7 +115,7 @@ class WorkerPlan:
         self.masks = (
             self.stops
             or arguments["on_env_error"] == "restart"
-            or (central is not None and tolerant)
+            or (central is not None and bool(central.begins_anew))
         )
         """Whether frames may be none of the environment's transitions."""
         self.sending = read_sending(arguments, count, sync)

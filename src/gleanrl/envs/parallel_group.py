@@ -22,8 +22,10 @@ from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
+from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.restarting import Make, RestartingEnv
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
@@ -116,14 +118,30 @@ def seed_streams(seed: int) -> None:
 class EnvGroup:
     """Environments of one kind, stepped one after the other."""
 
-    def __init__(self, envs: Sequence[Any], memory: SharedMemory | None) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        memory: SharedMemory | None,
+        makers: Sequence[Make] = (),
+        restarts: tuple[int, float | None] | None = None,
+    ) -> None:
         """Take over ``envs``, whose windows lie in ``memory``.
+
+        Args:
+            envs: Environments with TensorDict methods.
+            memory: ``None`` if they are only looked at.
+            makers: Each builds another environment like that of ``envs``.
+            restarts: How often each may be built anew when it raises, and within how many seconds;
+                ``None`` for never.
 
         Raises:
             ConfigError: they do not fit together.
         """
         self.envs = SerialEnv.of(envs)
         self._memory: Any = memory
+        self._makers, self._restarts = makers, restarts
+        self.failures: list[str] = []
+        """The errors of environments that were built anew since `take_failures`."""
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
         self._rollouts: _Rollouts
@@ -138,6 +156,8 @@ class EnvGroup:
             ConfigError: data without a fixed layout.
         """
         row = self._row = self._stepped = _make_row(self.envs)
+        if self._restarts is not None:
+            row = self._row = self._stepped = RowEnv(self._restarting(row, self._restarts))
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
         return EnvGroupInfo(
             batch=tuple(first.batch_size),
@@ -146,6 +166,33 @@ class EnvGroup:
             direct=isinstance(row, RowEnv),
             infos=self.envs.info_entries,
         )
+
+    def _restarting(self, row: Any, allowed: tuple[int, float | None]) -> RestartingEnv:
+        """Return the rows of ``row``, but with environments that are built anew when they raise.
+
+        Raises:
+            ConfigError: they are not single Gymnasium environments.
+        """
+        rows = row.rows if isinstance(row, RowEnv) else None
+        if type(rows) is not GymnasiumEnv:
+            raise ConfigError(
+                "on_env_error='restart' builds single Gymnasium environments anew: give ids or "
+                f"callables that make one, not a {type(self.envs.members[0]).__name__}"
+            )
+        made = RestartingEnv(
+            rows.envs, self._makers, rows.layout.batch_shape, rows.options, allowed
+        )
+        made.on_rebuilt, self.failures = self._rebuilt, made.failures
+        return made
+
+    def _rebuilt(self, t: int, env: int) -> None:
+        self._anew[env] = True
+
+    def take_failures(self) -> list[str]:
+        """Return the errors of environments that were built anew since the last call."""
+        found = self.failures.copy()
+        self.failures.clear()
+        return found
 
     def open_rows(self, always: bool = False, at_once: bool = False) -> RowsInfo | None:
         """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts.

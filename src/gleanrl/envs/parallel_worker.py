@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,8 @@ from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.streams import of_this_life
 from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
-from gleanrl.envs.factory import EnvFactory, closed_on_error
+from gleanrl.envs.factory import EnvFactory, build, closed_on_error
+from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.memory.pulses import PulseAddress, PulseEnds
@@ -51,6 +53,8 @@ class EnvWorkerBuilder:
     memory: SharedMemory | None = None
     """The memory of all windows; ``None`` if the environments are only looked at."""
     pulses: PulseAddress | None = None
+    restarts: tuple[int, float | None] | None = None
+    """How often each environment that raises is built anew; ``None`` for never."""
 
     def __call__(self, worker: int) -> Source:
         """Make the environments one after the other."""
@@ -59,9 +63,21 @@ class EnvWorkerBuilder:
         with closed_on_error(made):
             for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
                 made.append(make_tensordict_env(factory, kwargs, self.storing))
-            left = iter(made)
-            groups = [EnvGroup(list(islice(left, size)), self.memory) for size in self.sizes]
+            makers = zip(made, self.create_env_fn, self.create_env_kwargs, strict=True)
+            left, anew = iter(made), (partial(_built_anew, *maker) for maker in makers)
+            groups = [
+                EnvGroup(
+                    list(islice(left, size)), self.memory, list(islice(anew, size)), self.restarts
+                )
+                for size in self.sizes
+            ]
             return EnvWorker(groups, self.pulses)
+
+
+def _built_anew(member: Any, factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
+    """Return another Gymnasium environment in place of that in ``member``, which it replaces."""
+    member.rows.envs[0] = env = without_call_checks(build(factory, kwargs))
+    return env
 
 
 class EnvWorker:
@@ -140,4 +156,6 @@ def _carry_out(group: EnvGroup, order: int) -> int:
         group.begin()
         return ANEW
     ended = group.finish() if order == FINISH else group.step(order == CUT)
+    if group.failures:
+        return ANEW
     return ENDED if ended else STEPPED

@@ -72,11 +72,20 @@ class EnvWorkersPlan:
     """The processors that each worker may use; all by default."""
     relaunches: tuple[int, float | None] | None = None
     """How often each lost worker is replaced, and within how many seconds; ``None`` for never."""
+    restarts: tuple[int, float | None] | None = None
+    """How often each environment that raises is built anew; ``None`` for never."""
     groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
     """Per group, by worker: callables that make environments, and their arguments."""
     started: EnvWorkers | None = None
+
+    @property
+    def begins_anew(self) -> str:
+        """The setting with which environments may begin anew during a rollout, if there is one."""
+        names = ["on_failure='relaunch'"] * (self.relaunches is not None)
+        names += ["on_env_error='restart'"] * (self.restarts is not None)
+        return " and ".join(names)
 
     def start(self) -> EnvWorkers:
         """Start the workers, at the first call."""
@@ -101,12 +110,12 @@ class EnvWorkers:
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
         """Per worker, its groups, in the order of their numbers there."""
         self.pulses = Pulses(self.count)
-        self.replaces = plan.relaunches is not None
+        self.begins_anew = plan.begins_anew
         make = partial(
             ProcessBackend,
             plan.threads,
             plan.start_timeout,
-            replaces=self.replaces,
+            replaces=plan.relaunches is not None,
             affinity=plan.affinity,
         )
         try:
@@ -147,6 +156,7 @@ class EnvWorkers:
             stream + worker,
             self.memory,
             self.pulses.address(worker),
+            plan.restarts,
         )
 
     # -- pulses ----------------------------------------------------------------------------------
@@ -343,7 +353,7 @@ class WorkerGroup:
         self._order = 0
         """The last order."""
         self._failed: list[int] = []
-        self._some_ended = self._some_anew = False
+        self._some_ended = self._some_anew = self._some_failed = False
         self._beginning: set[int] = set()
         """Workers that were lost, whose replacements begin with this order or the next."""
         self._standing: dict[Any, tuple[str, Sequence[tuple[Any, ...]]]] = {}
@@ -589,10 +599,17 @@ class WorkerGroup:
         """Return the environments that began anew in the last step, in place of the step."""
         if not self._some_anew:
             return _NOTHING
-        self._some_anew = False
+        self._some_anew, self._some_failed = False, True
         anew: list[int] = np.flatnonzero(self._anew).tolist()
         self._anew[anew] = False
         return anew
+
+    def take_failures(self) -> Iterator[str]:
+        """Yield the errors of environments that were built anew since the last call."""
+        if self._some_failed:
+            self._some_failed = False
+            for worker, texts in zip(self.members, self.ask("take_failures"), strict=True):
+                yield from (f"in worker {worker}, {text}" for text in texts)
 
 
 def _field(key: Key, tensor: torch.Tensor) -> Field:

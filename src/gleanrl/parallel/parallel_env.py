@@ -191,11 +191,10 @@ class ParallelEnv(RowEnv):
             opened = self._plan.always_rows, self._plan.relaunches is not None
             found = group.ask("open_rows", opened, self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
-                if group.workers.replaces:
+                if setting := self._plan.begins_anew:
                     raise ConfigError(
-                        "on_failure='relaunch' with inference='central' needs environments that "
-                        "step in rows, all of them alike, not "
-                        f"{found[0] and found[0].kind}: use inference='workers'"
+                        f"{setting} with inference='central' needs environments that step in rows "
+                        "and are alike; use inference='workers'"
                     )
                 return None
             group.stand("take_place", [(info, *opened) for info in found], "rows")

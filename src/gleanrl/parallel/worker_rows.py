@@ -48,8 +48,7 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        if group.workers.replaces:
-            self.only_rows, self.failures = "on_failure with inference='central'", []
+        self.only_rows, self.failures = group.workers.begins_anew, []
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
@@ -117,6 +116,7 @@ class WorkerRows(EnvRows):
             keys = [key for key in self._target.keys() if key not in self._given]
             _copy(self._target, self._window, keys, slice(0, steps))
         self.reset_s = self._group.reset_s
+        self.failures += self._group.take_failures()
 
     def _open(self, window: Window) -> tuple[int, Window | None]:
         """Tell workers of a new window, and of those that exist no longer."""
