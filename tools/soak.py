@@ -40,7 +40,7 @@ _RARE = 1 / 3000
 _GROWTH = 32 << 20
 """Bytes by which the learner may grow after its first third."""
 MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
-KINDS = {
+KINDS: dict[str, Any] = {
     "sync": gleanrl.MultiSyncCollector,
     "async": gleanrl.MultiAsyncCollector,
     "central": partial(gleanrl.MultiSyncCollector, inference="central"),

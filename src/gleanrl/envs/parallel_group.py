@@ -174,7 +174,8 @@ class EnvGroup:
             ConfigError: they are not single Gymnasium environments.
         """
         rows = row.rows if isinstance(row, RowEnv) else None
-        if type(rows) is not GymnasiumEnv:
+        single = all(isinstance(member, RowEnv) for member in self.envs.members)
+        if type(rows) is not GymnasiumEnv or not single:
             raise ConfigError(
                 "on_env_error='restart' builds single Gymnasium environments anew: give ids or "
                 f"callables that make one, not a {type(self.envs.members[0]).__name__}"

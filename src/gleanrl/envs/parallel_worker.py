@@ -5,10 +5,10 @@ A step is a pulse to the worker and one back; all else is a command.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from gleanrl.core import paths
@@ -19,7 +19,7 @@ from gleanrl.core.protocols import Source, Stop
 from gleanrl.core.streams import of_this_life
 from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
-from gleanrl.envs.factory import EnvFactory, build, closed_on_error
+from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
@@ -60,11 +60,14 @@ class EnvWorkerBuilder:
         """Make the environments one after the other."""
         seed_streams(of_this_life(self.stream))
         made: list[Any] = []
+        makers = [
+            partial(make_tensordict_env, factory, kwargs, self.storing)
+            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
+        ]
         with closed_on_error(made):
-            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
-                made.append(make_tensordict_env(factory, kwargs, self.storing))
-            makers = zip(made, self.create_env_fn, self.create_env_kwargs, strict=True)
-            left, anew = iter(made), (partial(_built_anew, *maker) for maker in makers)
+            for make in makers:
+                made.append(make())  # noqa: PERF401  # what was made is closed if one fails
+            left, anew = iter(made), map(partial, repeat(_built_anew), makers, made)
             groups = [
                 EnvGroup(
                     list(islice(left, size)), self.memory, list(islice(anew, size)), self.restarts
@@ -74,9 +77,9 @@ class EnvWorkerBuilder:
             return EnvWorker(groups, self.pulses)
 
 
-def _built_anew(member: Any, factory: EnvFactory, kwargs: Mapping[str, Any]) -> Any:
-    """Return another Gymnasium environment in place of that in ``member``, which it replaces."""
-    member.rows.envs[0] = env = without_call_checks(build(factory, kwargs))
+def _built_anew(make: Callable[[], Any], member: Any) -> Any:
+    """Return another Gymnasium environment, and have it replace the one in ``member``."""
+    member.rows.envs[0] = env = without_call_checks(make().rows.envs[0])
     return env
 
 
