@@ -31,7 +31,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 pytestmark = [
     pytest.mark.usefixtures("tidy_workers"),
-    pytest.mark.filterwarnings("ignore:(in worker 0, )?(collection waits|.*takes part again)"),
+    pytest.mark.filterwarnings("ignore:.*(collection (waits|continues)|takes part again)"),
 ]
 KINDS = {
     "sync": MultiSyncCollector,
@@ -207,6 +207,36 @@ def test_each_life_has_whole_trajectories_with_ids_of_their_own(kind, tmp_path):
             ]
             assert set(runs[:-1]) <= {LENGTH}
         assert len({key for _, key in valid}) == len(list(itertools.groupby(valid, lambda v: v[1])))
+
+
+def test_the_process_of_the_policy_is_replaced_with_its_workers():
+    with collecting("policy process", [rig.counting(0), rig.counting(1)]) as collector:
+        collector.set_seed(3)
+        before = {tuple(collector.next()[IDS].tolist()) for _ in range(4)}
+        kill(collector, 0)
+        after = []
+        with rig.in_time(4 * rig.LIMIT):
+            while not after or after[-1]["next", "observation"][0, 1] != 1:
+                after.append(collector.next())
+        assert not set(itertools.chain(*before)).intersection(after[-1][IDS].tolist())
+        assert collector.stats()["relaunches"] == 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_groups_of_a_lost_worker_begin_anew(groups, tmp_path):
+    makers = [once(rig.counting(0), rig.kill, 13, tmp_path / "mark"), rig.counting(1)]
+    options = {"env_groups": groups, "transition_chunk_size": 4, "num_envs": 2}
+    with collecting("async", makers, **options) as collector:
+        found, frames = [], 0
+        while len(found) < 2:
+            batch = collector.next().reshape(-1)
+            frames += len(batch)
+            lost = batch[~batch[MASK]]
+            found += lost["next", "observation"][:, 0].tolist()
+        assert found == [0, 0]
+        stats = collector.stats()
+        assert stats["relaunches"] == 1
+        assert stats["frames"] == frames - 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
