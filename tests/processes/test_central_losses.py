@@ -151,6 +151,7 @@ def test_policies_act_in_the_others_as_without_the_loss(policy, make):
     whole, cut = 6 * STEPS, 6 * STEPS - len(kills)
     assert found[MASK].sum(-1).tolist() == [whole, whole, cut, cut, whole, whole]
     own = found[2:4]
+    assert (own["next", "reward"][own[MASK]] == 1).all()
     for row in own:
         for one, other in itertools.pairwise(row):
             if one[MASK] and other[MASK] and one[IDS] == other[IDS]:

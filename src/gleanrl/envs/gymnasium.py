@@ -241,24 +241,28 @@ class GymnasiumEnv(WindowEnv):
         self.reset_s += monotonic() - began
         return ended
 
+    def keep(self, t: int) -> None:
+        """Write the rewards of step ``t``, which `finish` checks."""
+        row = self._window.rows(next_key(REWARD))[t][:, 0]
+        try:
+            row[...] = self.rewards[-1]
+        except (TypeError, ValueError):  # arrays or tensors, or no numbers
+            when = f" at step {t}"
+            write_rewards(row[:, None], check_rewards(self.rewards[-1:], when), when=when)
+
     def finish(self, steps: int) -> None:
-        """Write the rewards of the steps since the last call.
+        """Write the rewards of all steps.
 
         Raises:
             EnvError: a reward that is not a number, or a finite one that overflows float32.
             PolicyError: a discrete action was out of range.
         """
-        if self._unsettled and steps == self._window.steps > 1:  # one step says little about `info`
+        if self._unsettled and self._window.steps > 1:  # one step says little about `info`
             self._settle()
-        first = steps - len(self.rewards)
-        if first == steps:
-            return
-        when = " at step {}" if first == 0 else f" at step {first}"
-        when = "" if self._window.steps == 1 else when
-        self._actions.check(first, steps)
-        target = self._window.array(next_key(REWARD))[:, first:steps, 0]
+        when = "" if self._window.steps == 1 else " at step {}"
+        self._actions.check(0, steps)
+        target = self._window.array(next_key(REWARD))[:, :steps, 0]
         write_rewards(target, check_rewards(self.rewards, when), when=when)
-        self.rewards = []
 
     # -- resets ----------------------------------------------------------------------------------
 

@@ -386,8 +386,10 @@ class _Rollouts:
             self._first, self._last = 0, window.steps - 1
             rows.begin(window, self.carry)
         ended = rows.step(t - self._first, cut)
-        if self._at_once or t == self._last:
+        if t == self._last:
             self.finish(t + 1)
+        elif self._at_once:
+            rows.keep(t - self._first)
         return ended
 
     def begin(self, number: int, first: int) -> None:
@@ -405,7 +407,7 @@ class _Rollouts:
             self.rows.begin(Window(rest, window.envs, window.steps - first), self.carry)
 
     def finish(self, steps: int) -> None:
-        """End a rollout after so many ``steps``, or write those there are."""
+        """End a rollout after so many ``steps``."""
         self.rows.finish(steps - self._first)
 
 

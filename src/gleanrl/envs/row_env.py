@@ -105,6 +105,9 @@ class EnvRows(Env, Resumable):
         """Return the environments that ended in the step that was posted."""
         return self._ended
 
+    def keep(self, t: int) -> None:
+        """Write what step ``t`` left to `finish`, as that may never come: here nothing."""
+
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""
 
