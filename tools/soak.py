@@ -55,6 +55,10 @@ KINDS: dict[str, Callable[..., Any]] = {
     "nodes-async": partial(_nodes, sync=False),
     "ray-sync": partial(_ray, sync=True),
     "ray-async": partial(_ray, sync=False),
+    "central": partial(gleanrl.MultiSyncCollector, inference="central"),
+    "central async": partial(
+        gleanrl.MultiAsyncCollector, inference="central", policy_process=False
+    ),
 }
 
 
@@ -185,7 +189,7 @@ def run(kind: str, seconds: float, seed: int, kills: bool = True) -> dict[str, f
     collector = KINDS[kind](
         [partial(Rough, number) for number in range(WORKERS)],
         policy,
-        frames_per_batch=STEPS * (1 if kind.endswith("async") else WORKERS),
+        frames_per_batch=STEPS * (1 if "async" in kind else WORKERS),
         total_frames=-1,
         track_policy_version=True,
         on_failure="relaunch",

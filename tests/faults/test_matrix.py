@@ -53,7 +53,7 @@ ENOUGH = 12
 
 pytestmark = [
     pytest.mark.timeout(110),
-    pytest.mark.filterwarnings("ignore:collection (continues|waits)|.*takes part again"),
+    pytest.mark.filterwarnings("ignore:.*collection (continues|waits)|.*takes part again"),
     pytest.mark.filterwarnings("ignore:.*was built anew"),
 ]
 
@@ -92,12 +92,8 @@ COLUMNS = {
     "one process": Column(Collector, 2, only_restart, "environment 1", workers=False),
     "sync": Column(MultiSyncCollector),
     "async": Column(MultiAsyncCollector, 1),
-    "central": Column(
-        functools.partial(MultiSyncCollector, inference="central"), modes=frozenset()
-    ),
-    "central async": Column(
-        functools.partial(MultiAsyncCollector, inference="central"), 1, frozenset()
-    ),
+    "central": Column(functools.partial(MultiSyncCollector, inference="central")),
+    "central async": Column(functools.partial(MultiAsyncCollector, inference="central"), 1),
     "background": Column(MultiAsyncCollector, 1, background=True),
     "nodes": Column(functools.partial(nodes, sync=True)),
     "nodes async": Column(functools.partial(nodes, sync=False), 1),
@@ -208,6 +204,9 @@ SAMPLE = {
     Cell("SIGKILL", "background", "relaunch"),
     Cell("SIGKILL", "central async"),
     Cell("SIGKILL", "nodes", "relaunch"),
+    Cell("SIGKILL", "central async", "relaunch"),
+    Cell("SIGSTOP", "central", "relaunch"),
+    Cell("exception in step", "central async", "restart"),
     Cell("SIGSTOP", "async", "relaunch"),
     Cell("hang in build", "central async"),
     Cell("NaN", "central async"),
@@ -377,7 +376,8 @@ def is_survived(cell, mark):
             stats = run.collector.stats()
             lives = run.lives(1) if run.buffer is None else 2
             filled = run.buffer is None or len(run.buffer) > 500
-            if stats[counter] == 1 and stats.get("workers_alive", 2) == lives == 2 and filled:
+            alive = stats.get("workers_alive") == stats.get("workers")
+            if stats[counter] == 1 and alive and lives == 2 and filled:
                 break
     run.collector.shutdown()
     run.check_frames(2)

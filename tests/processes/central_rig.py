@@ -5,6 +5,7 @@ import sys
 import cloudpickle
 import gymnasium as gym
 import torch
+from tensordict import TensorDict
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -15,6 +16,8 @@ from torchrl.envs import Compose, DoubleToFloat, RewardSum, StepCounter, Transfo
 from torchrl.envs import GymEnv as TorchRLGymEnv
 
 from gleanrl import GymEnv
+from gleanrl.data import Binary, Composite, Unbounded
+from gleanrl.envs import EnvBase
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -23,6 +26,37 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def transformed():
     env = TorchRLGymEnv("CartPole-v1", categorical_action_encoding=True)
     return TransformedEnv(env, Compose(StepCounter(9), RewardSum(), DoubleToFloat()))
+
+
+class Counting(EnvBase):
+    """Has TensorDict methods only; an episode takes five steps and rewards the action."""
+
+    def __init__(self):
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded((4,)), seen=Unbounded((2, 3)))
+        self.action_spec = Unbounded(())
+        self.reward_spec = Unbounded((1,))
+        flags = ("done", "terminated", "truncated")
+        self.done_spec = Composite({name: Binary(shape=(1,), dtype=torch.bool) for name in flags})
+        self.count = 0
+
+    def _reset(self, tensordict=None):
+        self.count = 0
+        return self._shown()
+
+    def _shown(self):
+        seen = torch.full((2, 3), float(self.count))
+        return TensorDict({"observation": torch.full((4,), self.count * 0.1), "seen": seen})
+
+    def _step(self, tensordict):
+        self.count += 1
+        done = torch.tensor([self.count == 5])
+        result = {"reward": tensordict["action"].reshape(1).float() + self.count, "done": done}
+        result |= {"terminated": done, "truncated": torch.zeros_like(done)}
+        return self._shown().update(result)
+
+    def _set_seed(self, seed, static=False):
+        pass
 
 
 ENVS = {

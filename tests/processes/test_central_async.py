@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import rig
 import torch
-from central_rig import ENVS, POLICIES, SIZES, greedy, recurrent, transformed
+from central_rig import ENVS, POLICIES, SIZES, Counting, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -31,43 +30,11 @@ from gleanrl import (
     WorkerDied,
 )
 from gleanrl.collectors import AsyncBatchedCollector, Interruptor
-from gleanrl.data import Binary, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
-from gleanrl.envs import EnvBase
+from gleanrl.data import LazyTensorStorage, ReplayBuffer
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 IDS = "collector", "traj_ids"
-
-
-class Counting(EnvBase):
-    """Has TensorDict methods only; an episode takes five steps and rewards the action."""
-
-    def __init__(self):
-        super().__init__(batch_size=[])
-        self.observation_spec = Composite(observation=Unbounded((4,)), seen=Unbounded((2, 3)))
-        self.action_spec = Unbounded(())
-        self.reward_spec = Unbounded((1,))
-        flags = ("done", "terminated", "truncated")
-        self.done_spec = Composite({name: Binary(shape=(1,), dtype=torch.bool) for name in flags})
-        self.count = 0
-
-    def _reset(self, tensordict=None):
-        self.count = 0
-        return self._shown()
-
-    def _shown(self):
-        seen = torch.full((2, 3), float(self.count))
-        return TensorDict({"observation": torch.full((4,), self.count * 0.1), "seen": seen})
-
-    def _step(self, tensordict):
-        self.count += 1
-        done = torch.tensor([self.count == 5])
-        result = {"reward": tensordict["action"].reshape(1).float() + self.count, "done": done}
-        result |= {"terminated": done, "truncated": torch.zeros_like(done)}
-        return self._shown().update(result)
-
-    def _set_seed(self, seed, static=False):
-        pass
 
 
 def streams(batches, envs):

@@ -264,7 +264,7 @@ def test_storages_of_env_and_time_refuse_a_hole():
     buffer = ReplayBuffer(storage=LazyTensorStorage(200, ndim=2), batch_size=4)
     with (
         collecting(fragile(("step", 3)), fragile(number=1), replay_buffer=buffer) as collector,
-        pytest.raises(ConfigError, match=r"built anew .*ndim=1"),
+        pytest.raises(ConfigError, match=r"began anew .*ndim=1"),
     ):
         next(iter(collector))
 

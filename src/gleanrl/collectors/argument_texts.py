@@ -174,7 +174,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "workers has a mask, which is False in the lost worker's part. "
         '``"relaunch"`` starts a replacement: a batch of all workers waits for it, otherwise it '
         'collects as soon as it is up. The launchers ``"torchrun"`` and ``"submitit_delayed"`` '
-        'cannot replace nodes. Neither of the two with ``inference="central"``.',
+        'cannot replace nodes. With ``inference="central"`` a replacement begins in the step that '
+        'the lost worker owes, and ``"continue"`` is refused.',
         "max_relaunches": "Replacements of each worker, failed ones included: a number, or "
         "``(number, seconds)`` for so many within that time. After that, a batch of all workers "
         "raises the last error, and otherwise collection continues without the worker.",

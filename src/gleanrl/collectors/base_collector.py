@@ -303,7 +303,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 "(backend='inline', or inference='central') would share random generators, "
                 "exploration type and other settings; use backend='process'"
                 + " with inference='workers'"
-                * self.collection.plan.central
+                * (self.collection.plan.central is not None)
             )
 
     is_running = method_of("_background", BackgroundFilling.is_running)

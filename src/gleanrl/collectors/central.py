@@ -10,8 +10,9 @@ from typing import Any
 
 from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
 from gleanrl.collectors.nested import serve
-from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs
+from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -29,9 +30,7 @@ _WHY_NOT: Mapping[str, str] = {
     "init_fn": "workers only step environments: call it in create_env_fn",
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
-    "on_failure": "lost workers are not replaced there yet",
     "max_lag": "the policy acts with the newest weights",
-    "on_env_error": "environments are not built anew there yet",
 }
 """Arguments that make no sense with central inference, and the reason."""
 _OF_ONE = (
@@ -60,6 +59,8 @@ _INSIDE = (
     "num_sub_threads",
     "timeout",
     "start_timeout",
+    "on_failure",
+    "max_relaunches",
 )
 """The arguments of the collector in the process of the policy that others do not pass on."""
 _INSIDE_S = 10.0
@@ -85,6 +86,11 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
             raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
     if kind == "workers":
         return False
+    if arguments["on_failure"] == "continue":
+        raise ConfigError(
+            "on_failure='continue' and inference='central' exclude each other: lost workers are "
+            "replaced there, by 'relaunch'"
+        )
     for name, why in _excluded(arguments):
         raise ConfigError(
             f"{name} ({arguments[name]!r:.80}) and inference='central' exclude each other: {why}"
@@ -169,6 +175,7 @@ def central_plan(
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups
     count = len(functions)
+    restarts = read_allowance("max_env_restarts", arguments["max_env_restarts"])
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
         always_rows=not sync,
@@ -177,6 +184,8 @@ def central_plan(
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
         affinity=affinity,
+        relaunches=read_failure(arguments),
+        restarts=restarts if arguments["on_env_error"] == "restart" else None,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.
     parts = [range(count)] if sync else [range(worker, worker + 1) for worker in range(count)]
@@ -194,7 +203,8 @@ def central_plan(
         for first in range(0, each * groups, each)
     ]
     usual = defaults(MultiArguments)
-    dealt = {name: usual[name] for name in (*_STORING, "num_envs", "create_env_kwargs")}
+    in_workers = (*_STORING, "num_envs", "create_env_kwargs", "on_env_error")
+    dealt = {name: usual[name] for name in in_workers}
     make = arguments["policy_factory"]
     if make is not None:  # all groups have one policy
         dealt |= {"policy": make(), "policy_factory": None}
@@ -208,7 +218,7 @@ def central_plan(
         envs,
         sync=sync,
         in_process=True,
-        central=True,
+        central=sharing,
         acting=acting if sync else JointPolicy(acting),
     )
     if sync:

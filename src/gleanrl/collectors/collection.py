@@ -22,7 +22,8 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts, SyncGather
 from gleanrl.engine.interruptor import Interruptor
 from gleanrl.engine.pipeline import put_together
-from gleanrl.engine.replacing import Replacements, ReplacingBackend
+from gleanrl.engine.replacing import PolicyReplacements
+from gleanrl.engine.session import Session
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
@@ -67,8 +68,8 @@ class Collection:
         """Batches discarded since the last one that was not, because of `max_lag`."""
         self._unfinished = 0
         """Frames in batches that earlier pipelines dropped."""
-        self.env_restarts = 0
-        """Environments that were built anew after an error."""
+        self.mishaps: Counter[str] = Counter()
+        """Failures in workers that collection has survived, by the counter of `stats`."""
         self.touched = False
         """Whether anything has requested a batch, a seed, a reset or a state."""
         self.moved = False
@@ -79,15 +80,17 @@ class Collection:
         """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
+        if plan.central is not None:
+            session = plan.central.start().session
+            engine.newest_losses, engine.mishaps = session.newest_losses, session.mishaps
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
-        self._replacements: Replacements | None = None
+        self._replacements: PolicyReplacements | None = None
         if plan.relaunches is not None:
-            backend = cast("ReplacingBackend", engine.backend)
             models = cast("WeightSync", self.weights.models)
-            self._replacements = Replacements(engine, backend, models, plan.relaunches)
+            self._replacements = PolicyReplacements(engine, models, plan.relaunches)
         self.filling = BackgroundFilling(engine, self.budget, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
@@ -143,7 +146,7 @@ class Collection:
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
         self.batches += 1
-        self._note_failures(reports)
+        self._note_mishaps(reports)
         self.watching.gathered(reports, weights.number, requested_at, self.status)
         if weights.schedule is not None:
             weights.after_batch(reports)
@@ -161,7 +164,7 @@ class Collection:
         self.budget.delivered -= frames
         self.engine.discards["lag"] += frames
         self.pipeline.forget(batch)
-        self._note_failures(reports)
+        self._note_mishaps(reports)
         self._old_in_a_row += 1
         if self._old_in_a_row == _MOST_OLD:
             raise GleanError(
@@ -171,13 +174,14 @@ class Collection:
             )
         return True
 
-    def _note_failures(self, reports: Rollouts) -> None:
-        """Count environments that were built anew, and warn of each."""
+    def _note_mishaps(self, reports: Rollouts) -> None:
+        """Count the failures in workers, and warn of each."""
         for worker, report in reports.items():
-            for failure in report.failures:
-                self.env_restarts += 1
+            for counter, text in report.mishaps:
+                self.mishaps[counter] += 1
                 where = f"in worker {worker}, " if self._several else ""
-                warn(f"{where}{failure}")
+                self.engine.mishaps.append((counter, f"{where}{text}"))
+                warn(f"{where}{text}")
 
     def unprocessed(self) -> TensorDictBase | None:
         """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
@@ -313,21 +317,36 @@ class Collection:
                 f"workers must be one of 'aggregate', 'per_worker' and 'both', not {workers!r}"
             )
         if not self._several:
-            return self._totals()
+            return self._totals() | self._env_workers(workers != "aggregate")
         stats = {} if workers == "per_worker" else self._totals()
         if workers != "per_worker":
             stats["worker_frames"] = self.watching.measures.frames
-        stats |= {
-            "workers": self.engine.workers,
-            "workers_alive": len(self.engine.alive),
-            "workers_lost": self.engine.losses,
-            "relaunches": sum(self.engine.lives),
-            "rollouts_queued": len(self.engine.gather.waiting()),
-        }
+        stats |= self._losses(self.engine)
+        stats["rollouts_queued"] = len(self.engine.gather.waiting())
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
             own = self._of_worker(worker)
             stats |= {f"worker_{worker}/{name}": value for name, value in own.items()}
         return stats
+
+    def _env_workers(self, each: bool) -> dict[str, int | float | bool]:
+        """Return the state of the processes of environments, with central inference."""
+        if self.plan.central is None:
+            return {}
+        session = self.plan.central.start().session
+        stats = self._losses(session)
+        for worker in range(session.workers if each else 0):
+            stats[f"worker_{worker}/alive"] = worker in session.alive
+            stats[f"worker_{worker}/pid"] = session.processes[worker][0]
+        return stats
+
+    def _losses(self, session: Session) -> dict[str, int | float | bool]:
+        """Return the numbers of workers, of those that live, and of losses and replacements."""
+        return {
+            "workers": session.workers,
+            "workers_alive": len(session.alive),
+            "workers_lost": session.losses + self.mishaps["workers_lost"],
+            "relaunches": sum(session.lives) + self.mishaps["relaunches"],
+        }
 
     def _totals(self) -> dict[str, int | float | bool]:
         engine, limits = self.engine, self.budget.limits
@@ -337,7 +356,7 @@ class Collection:
             "batches": self.batches,
             "frames_per_batch": limits.frames_per_batch,
             "requested_frames_per_batch": limits.frames_per_batch,
-            "env_restarts": self.env_restarts,
+            "env_restarts": self.mishaps["env_restarts"],
             "batches_copied": engine.gather.copies,
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
@@ -404,7 +423,7 @@ def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
     if isinstance(plan.interruptor, Interruptor):
         plan.interruptor.attach(engine.backend.stop_byte)
         stopped = plan.interruptor.collection_stopped
-    engine.tolerant = plan.arguments["on_failure"] != "raise"
+    engine.tolerant = plan.tolerant
     engine.needs_all = plan.relaunches is not None and plan.sync
     return engine.plan(
         plan.limits,

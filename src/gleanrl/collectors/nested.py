@@ -21,7 +21,7 @@ from gleanrl.core import paths
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions, check_int
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
@@ -152,19 +152,31 @@ class NestedSource:
         measured, ended = self._measured(monotonic() - begin), self._episodes()
         frames, version = self._counted(batch)
         self._reports.clear()
+        report = Report(
+            steps, frames, version, 0, None, ended, measured=measured, mishaps=self._mishaps()
+        )
         if batch is None:  # the collector has put it into a buffer of its own
-            return Report(steps, frames, version, 0, None, ended, measured=measured)
+            return report
         if self._layout is not None and window.keys() and _fits(batch, self._layout, window):
             _write(batch, self._layout, window)
             if TRAJ_IDS in window.keys():
                 ids = window.tensor(TRAJ_IDS)
                 ids.copy_(self._numbered(ids))
-            return Report(int(batch.shape[-1]), frames, version, 0, None, ended, measured=measured)
+            report.steps = int(batch.shape[-1])
+            return report
         # It may be a view of memory that is used again: it is copied before it travels.
         batch = copied(batch)
         if (ids := batch.get(TRAJ_IDS, None)) is not None:
             batch.set(TRAJ_IDS, self._numbered(ids))
-        return Report(steps, frames, version, 0, batch, ended, measured=measured)
+        report.payload = batch
+        return report
+
+    def _mishaps(self) -> tuple[Mishap, ...]:
+        """Return the failures that the collector has survived since the last batch."""
+        if not isinstance(self.collector, BaseCollector):
+            return ()
+        newest = self.collector.collection.engine.mishaps
+        return tuple(newest.popleft() for _ in range(len(newest)))
 
     def _episodes(self) -> Ended:
         """Return the episodes that ended in the collector's batch."""

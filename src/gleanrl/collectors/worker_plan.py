@@ -35,6 +35,7 @@ from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
+from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.rollout.build import SourceBuilder
 
 Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any] | None], SourceFactory]"
@@ -62,7 +63,7 @@ class WorkerPlan:
         collector_class: Any = None,
         serve: Serve = serve_rollouts,
         in_process: bool = False,
-        central: bool = False,
+        central: EnvWorkersPlan | None = None,
         acting: Any = None,
         remote: bool = False,
         kwargs: Sequence[Mapping[str, Any]] = (),
@@ -77,7 +78,7 @@ class WorkerPlan:
             serve: Returns the function that builds the source of one worker, of this plan, the
                 worker's settings, and the arguments of its whole collector (``None`` for none).
             in_process: Whether workers are in this process, with the user's own objects.
-            central: Whether these workers are groups of environments in other processes.
+            central: The processes of the environments, of which these workers are groups.
             acting: The policy that acts in them, if that is not the user's own object.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
@@ -98,14 +99,20 @@ class WorkerPlan:
             check_counts(envs, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
-        self.relaunches = read_failure(arguments)
+        self.relaunches = None if central else read_failure(arguments)
         """The number of replacements of each worker, and in how many seconds (``None`` for all);
         ``None`` without replacements."""
+        self.tolerant = arguments["on_failure"] != "raise" and not central
+        """Whether collection continues when workers are lost."""
         self.blanks = sync and arguments["on_failure"] == "continue"
         """Whether batches may lack the rollouts of lost workers."""
         self.stops = self.enough is not None or self.interruptor is not None or self.blanks
         """Whether rollouts may be shorter than asked for."""
-        self.masks = self.stops or arguments["on_env_error"] == "restart"
+        self.masks = (
+            self.stops
+            or arguments["on_env_error"] == "restart"
+            or (central is not None and bool(central.begins_anew))
+        )
         """Whether frames may be none of the environment's transitions."""
         self.sending = read_sending(arguments, count, sync)
         self.exploration = read_exploration(

@@ -177,6 +177,10 @@ Command: TypeAlias = (
 # -- replies ---------------------------------------------------------------------------------------
 
 
+Mishap: TypeAlias = tuple[str, str]
+"""A failure that collection has survived: the counter of `stats` that counts it, and the text."""
+
+
 @dataclass(slots=True)  # one is made for every rollout: frozen ones take four times as long
 class Report:
     """A source's report about one rollout."""
@@ -199,8 +203,8 @@ class Report:
     """Since the last rollout: in environments and policy (measured in some rollouts, estimated from
     these in others), in all else (bookkeeping, hooks, loading weights, sending), and without a
     command; last, the part of the first that resets took."""
-    failures: tuple[str, ...] = field(default=(), compare=False)
-    """The errors of environments that were built anew since the last rollout."""
+    mishaps: tuple[Mishap, ...] = field(default=(), compare=False)
+    """Failures since the last rollout that collection has survived."""
     weights_s: float = field(default=0.0, compare=False)
     """Seconds of all else that were spent on loading weights."""
     measured: Sequence[float] | None = field(default=None, compare=False)

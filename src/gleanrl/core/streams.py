@@ -62,6 +62,11 @@ def renewed(seed: int, life: int) -> int:
     return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint64)[0] >> 2)
 
 
+def of_this_life(seed: int) -> int:
+    """Return the seed of the streams of this process, if it is a worker that may have been lost."""
+    return renewed(seed, _life)
+
+
 def enter_life(life: int) -> None:
     """Say how often the worker that this process is was lost before."""
     global _life
@@ -145,7 +150,7 @@ class Streams:
         Without a ``seed``, use the global ones.
         """
         if seed is not None:
-            self.seed(renewed(seed, _life))
+            self.seed(of_this_life(seed))
 
     def seed(self, seed: int) -> None:
         """Make streams of our own, a function of ``seed`` only."""

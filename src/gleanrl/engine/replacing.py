@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from gleanrl.core import messages as m
 from gleanrl.core.allowance import Allowance
 from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.session import Session
 from gleanrl.engine.weight_sync import WeightSync
 
 _SEEDS = 1 << 31
@@ -38,38 +39,26 @@ class ReplacingBackend(Protocol):
 class Replacements:
     """Replaces lost workers.
 
-    A replacement is a worker of its own: nothing of what the lost one had in it is left. It gets
-    the newest weights, and random streams and trajectory ids that no life before has used, both a
-    function of the seed, the worker and the number of lives.
+    A replacement is a worker of its own: nothing of what the lost one had in it is left.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        backend: ReplacingBackend,
-        models: WeightSync,
-        allowed: tuple[int, float | None],
-    ) -> None:
-        """Replace workers of ``engine`` from now on, including workers lost before.
+    def __init__(self, session: Session, allowed: tuple[int, float | None]) -> None:
+        """Replace workers of ``session`` from now on, including workers lost before.
 
         Args:
-            engine: The workers' session.
-            backend: That of the engine.
-            models: Knows the newest weights.
+            session: With the workers; its backend starts replacements.
             allowed: How often each worker may be replaced, and within how many seconds.
         """
-        self._engine, self._backend, self._models = engine, backend, models
-        self._allowed = [Allowance(*allowed) for _ in range(engine.workers)]
-        self.seeds: Mapping[int, m.Seed] = {}
-        """The seeds of the workers since their start or since a state was loaded."""
-        engine.replacing = self
-        for worker in set(range(engine.workers)) - set(engine.alive):
+        self._session, self._backend = session, cast("ReplacingBackend", session.backend)
+        self._allowed = [Allowance(*allowed) for _ in range(session.workers)]
+        session.replacing = self
+        for worker in set(range(session.workers)) - set(session.alive):
             self.replace(worker)
 
     def replace(self, worker: int) -> str:
         """Start a replacement unless the limit is reached; return the end of the warning.
 
-        Never waits. The worker is `Engine.joining` from then on.
+        Never waits. The worker is `Session.joining` from then on.
         """
         allowed, (least, most) = self._allowed[worker], _BACK_OFF_S
         soon = allowed.since(_SOON_S)
@@ -78,8 +67,8 @@ class Replacements:
         if not number:
             return f", for good (max_relaunches={allowed})"
         # First: an interrupt meanwhile must not have it come unexpected.
-        self._engine.joining.add(worker)
-        self._backend.replace(worker, self._engine.lives[worker] + 1, delay)
+        self._session.joining.add(worker)
+        self._backend.replace(worker, self._session.lives[worker] + 1, delay)
         return f" until replacement {number} of {allowed.most} has joined"
 
     def welcome(self, reply: m.Ready) -> list[m.Command]:
@@ -88,12 +77,35 @@ class Replacements:
         Raises:
             GleanError: its steps do not look like those of the one that was lost.
         """
-        engine, worker = self._engine, reply.worker
-        if reply.layout != engine.layouts[worker]:
-            raise GleanError(
-                f"its steps are {reply.layout}, those of the lost one were {engine.layouts[worker]}"
-            )
-        engine.lives[worker] += 1
+        session, worker = self._session, reply.worker
+        if reply.layout != (before := session.layouts[worker]):
+            raise GleanError(f"its steps are {reply.layout}, those of the lost one were {before}")
+        session.lives[worker] += 1
+        return self.commands(worker)
+
+    def commands(self, worker: int) -> list[m.Command]:
+        """Return the commands for the replacement of ``worker``, in its new life."""
+        raise NotImplementedError
+
+
+class PolicyReplacements(Replacements):
+    """Replaces lost workers that have a policy.
+
+    A replacement gets the newest weights, and random streams and trajectory ids that no life before
+    has used, both a function of the seed, the worker and the number of lives.
+    """
+
+    def __init__(
+        self, engine: Engine, models: WeightSync, allowed: tuple[int, float | None]
+    ) -> None:
+        """Replace workers of ``engine``; ``models`` knows the newest weights."""
+        self._engine, self._models = engine, models
+        self.seeds: Mapping[int, m.Seed] = {}
+        """The seeds of the workers since their start or since a state was loaded."""
+        super().__init__(engine, allowed)
+
+    def commands(self, worker: int) -> list[m.Command]:
+        engine = self._engine
         # `Bind` comes first: with any other command the worker looks at published weights.
         commands = [
             *self._models.catch_up(worker),

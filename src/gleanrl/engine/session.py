@@ -120,6 +120,8 @@ class Session:
         """Workers that are expected to come up: at first all, later replacements."""
         self.newest_losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
         """Losses: time (seconds since the epoch), worker and error."""
+        self.mishaps: deque[m.Mishap] = deque(maxlen=_LOSSES)
+        """The newest losses and replacements, for a collector around this one."""
         self.standing: dict[str, m.Command] = {}
         """Commands, by what they set, that hold for the replacement of a worker as well."""
         self.layouts: list[Layout | None] = [None] * count
@@ -491,6 +493,11 @@ class Session:
             error.worker = worker
             self._lose(worker, error)
 
+    def is_up(self, worker: int) -> bool:
+        """Tell whether ``worker`` lives, and is up to date if it is a replacement."""
+        setting_up = any(t.setting_up for t in self._open.values() if t.worker == worker)
+        return not (worker in self.joining or worker in self.lost or setting_up)
+
     def _admit(self, reply: m.Ready) -> Exception | None:
         """Count a worker among those that are up; return the reason if that is not possible."""
         worker, commands = reply.worker, list[m.Command]()
@@ -502,7 +509,7 @@ class Session:
             except Exception as err:
                 return err
             self.changes += 1
-            warn(f"worker {worker} was replaced and takes part again")
+            self._tell("relaunches", f"worker {worker} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
         self.lost.pop(worker, None)
@@ -536,9 +543,14 @@ class Session:
             # It is kept but not raised: it must keep no frames, and with them nothing alive.
             error.__traceback__ = error.__context__ = None
             goes_on = "waits" if self.needs_all else "continues without it"
-            warn(f"collection {goes_on}{more}: {error}")
+            self._tell("workers_lost", f"collection {goes_on}{more}: {error}")
         elif more:
             error.args = (f"{error}{more}",)
+
+    def _tell(self, counter: str, text: str) -> None:
+        """Warn of something that collection survives."""
+        self.mishaps.append((counter, text))
+        warn(text)
 
     # -- the end ---------------------------------------------------------------------------------
 

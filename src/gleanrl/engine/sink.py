@@ -159,8 +159,8 @@ def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int
         left_out = int((mask & ~reached).sum())
         if (reached[1:] & ~reached[:-1]).any():
             raise ConfigError(
-                "an environment of this batch was built anew (on_env_error='restart'), which a "
-                "storage of [env, time] cannot hold; give a storage with ndim=1"
+                "an environment of this batch began anew after a failure, which a storage of "
+                "[env, time] cannot hold; give a storage with ndim=1"
             )
         if left_out and not stepwise:
             raise ConfigError(

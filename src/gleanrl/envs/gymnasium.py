@@ -231,6 +231,15 @@ class GymnasiumEnv(WindowEnv):
         self.reset_s += monotonic() - began
         return ended
 
+    def keep(self, t: int) -> None:
+        """Write the rewards of step ``t``, which `finish` checks."""
+        row = self._window.rows(next_key(REWARD))[t][:, 0]
+        try:
+            row[...] = self.rewards[-1]
+        except (TypeError, ValueError):  # arrays or tensors, or no numbers
+            when = f" at step {t}"
+            write_rewards(row[:, None], check_rewards(self.rewards[-1:], when), when=when)
+
     def finish(self, steps: int) -> None:
         """Write the rewards of all steps.
 

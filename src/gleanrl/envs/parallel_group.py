@@ -16,14 +16,16 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import NEXT, Key, format_key
+from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
+from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.restarting import Make, RestartingEnv
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
@@ -77,6 +79,8 @@ class SharedPlaces:
     """One bool per environment: whether the step truncates it."""
     ended: int
     """One bool per environment: whether it ended."""
+    anew: int
+    """One bool per environment: whether it began anew, without a step."""
     envs: int
     """Environments of the worker."""
 
@@ -114,14 +118,30 @@ def seed_streams(seed: int) -> None:
 class EnvGroup:
     """Environments of one kind, stepped one after the other."""
 
-    def __init__(self, envs: Sequence[Any], memory: SharedMemory | None) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        memory: SharedMemory | None,
+        makers: Sequence[Make] = (),
+        restarts: tuple[int, float | None] | None = None,
+    ) -> None:
         """Take over ``envs``, whose windows lie in ``memory``.
+
+        Args:
+            envs: Environments with TensorDict methods.
+            memory: ``None`` if they are only looked at.
+            makers: Each builds another environment like that of ``envs``.
+            restarts: How often each may be built anew when it raises, and within how many seconds;
+                ``None`` for never.
 
         Raises:
             ConfigError: they do not fit together.
         """
         self.envs = SerialEnv.of(envs)
         self._memory: Any = memory
+        self._makers, self._restarts = makers, restarts
+        self.failures: list[str] = []
+        """The errors of environments that were built anew since `take_failures`."""
         self._seeded: Any = self.envs
         self._row: RowEnv | _TensorDictRow
         self._rollouts: _Rollouts
@@ -136,6 +156,8 @@ class EnvGroup:
             ConfigError: data without a fixed layout.
         """
         row = self._row = self._stepped = _make_row(self.envs)
+        if self._restarts is not None:
+            row = self._row = self._stepped = RowEnv(self._restarting(row, self._restarts))
         self._seeded, first = row if isinstance(row, RowEnv) else self.envs, self.envs.members[0]
         return EnvGroupInfo(
             batch=tuple(first.batch_size),
@@ -145,16 +167,45 @@ class EnvGroup:
             infos=self.envs.info_entries,
         )
 
-    def open_rows(self, always: bool = False) -> RowsInfo | None:
+    def _restarting(self, row: Any, allowed: tuple[int, float | None]) -> RestartingEnv:
+        """Return the rows of ``row``, but with environments that are built anew when they raise.
+
+        Raises:
+            ConfigError: they are not single Gymnasium environments.
+        """
+        rows = row.rows if isinstance(row, RowEnv) else None
+        single = all(isinstance(member, RowEnv) for member in self.envs.members)
+        if type(rows) is not GymnasiumEnv or not single:
+            raise ConfigError(
+                "on_env_error='restart' builds single Gymnasium environments anew: give ids or "
+                f"callables that make one, not a {type(self.envs.members[0]).__name__}"
+            )
+        made = RestartingEnv(
+            rows.envs, self._makers, rows.layout.batch_shape, rows.options, allowed
+        )
+        made.on_rebuilt, self.failures = self._rebuilt, made.failures
+        return made
+
+    def _rebuilt(self, t: int, env: int) -> None:
+        self._anew[env] = True
+
+    def take_failures(self) -> list[str]:
+        """Return the errors of environments that were built anew since the last call."""
+        found = self.failures.copy()
+        self.failures.clear()
+        return found
+
+    def open_rows(self, always: bool = False, at_once: bool = False) -> RowsInfo | None:
         """Prepare to step in rows of a collector; ``None`` if it has to use TensorDicts.
 
-        With ``always``, environments with TensorDict methods of their own are called by these.
+        With ``always``, environments with TensorDict methods of their own are called by these. With
+        ``at_once``, each step is written whole, because this process may be lost.
         """
         found = self._find_rows() or (self._tensordict_rows() if always else None)
         if found is None:
             return None
         rows, specs = found
-        self._rollouts, self._stepped = _Rollouts(rows), rows
+        self._rollouts, self._stepped = _Rollouts(rows, at_once), rows
         return RowsInfo(
             layout=replace(rows.layout, batch_shape=()),
             observation_specs=rows.observation_specs,
@@ -163,6 +214,16 @@ class EnvGroup:
             can_cut=rows.can_cut,
             checks_actions=rows.checks_actions,
         )
+
+    def take_place(self, before: RowsInfo, *opened: bool) -> None:
+        """Prepare to step in the rows that the group of a lost worker has left.
+
+        Raises:
+            ConfigError: these environments are not like those ``before``.
+        """
+        self.described()
+        if (info := self.open_rows(*opened)) != before:
+            raise ConfigError(f"its environments are {info}, those of the lost one were {before}")
 
     def _find_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]] | None:
         """Return rows that step as the environments do, and the specs of actions."""
@@ -195,6 +256,7 @@ class EnvGroup:
         self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
         self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
         self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
+        self._anew = np.frombuffer(found, np.bool_, places.envs, places.anew)
         self._row.bind(map_window(found, row))
 
     def open_carry(self, carry: WindowRef) -> None:
@@ -204,7 +266,7 @@ class EnvGroup:
     def open(self, number: int, window: WindowRef, others: Sequence[int]) -> None:
         """Add a window for rollouts, with a ``number`` from 1 on; keep no more than ``others``."""
         windows = self._rollouts.windows
-        self._rollouts.windows = {other: windows[other] for other in others}
+        self._rollouts.windows = {other: windows[other] for other in others if other in windows}
         self._rollouts.windows[number] = map_window(self._memory.map(), window)
 
     # -- orders: what is to be done lies in memory -------------------------------------------------
@@ -230,11 +292,18 @@ class EnvGroup:
         self._reset_s[0] = rollouts.rows.reset_s
         return bool(ended)
 
+    def begin(self) -> None:
+        """Reset all environments, in place of a step that was under way when a worker was lost."""
+        number, t, _ = self._order.tolist()
+        self._cut[:] = self._ended[:] = False
+        self._anew[:] = True
+        self._rollouts.begin(number, t + 1)
+
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
-        rows = self._rollouts.rows
-        rows.finish(int(self._order[1]))
-        self._reset_s[0] = rows.reset_s
+        rollouts = self._rollouts
+        rollouts.finish(int(self._order[1]))
+        self._reset_s[0] = rollouts.rows.reset_s
         return False
 
     def fail(self, error: BaseException) -> None:
@@ -302,23 +371,44 @@ class _Rollouts:
 
     carry: Window
 
-    def __init__(self, rows: EnvRows) -> None:
-        self.rows = rows
+    def __init__(self, rows: EnvRows, at_once: bool) -> None:
+        self.rows, self._at_once = rows, at_once
         self.windows: dict[int, Window] = {}
         """By number."""
-        self._last = 0
+        self._first = self._last = 0
+        """The steps with which the rows begin, and end, in the present window."""
 
     def step(self, number: int, t: int, cut: Sequence[int]) -> Sequence[int]:
         """Take step ``t`` in a window; return the environments that ended."""
         rows = self.rows
         if t == 0:
             window = self.windows[number]
-            self._last = window.steps - 1
+            self._first, self._last = 0, window.steps - 1
             rows.begin(window, self.carry)
-        ended = rows.step(t, cut)
+        ended = rows.step(t - self._first, cut)
         if t == self._last:
-            rows.finish(t + 1)
+            self.finish(t + 1)
+        elif self._at_once:
+            rows.keep(t - self._first)
         return ended
+
+    def begin(self, number: int, first: int) -> None:
+        """Reset, and begin in a window with step ``first``."""
+        self.rows.reset(self.carry)
+        window = self.windows[number]
+        self._first, self._last = first, window.steps - 1
+        rest = {key: window.tensor(key)[:, first:] for key in window.keys()}
+        for key in self.carry.keys():
+            shown = self.carry.tensor(key)
+            rest[key][:, :1] = shown  # which has no steps after the last one
+            if (after := next_key(key)) in window.keys():
+                window.tensor(after)[:, first - 1 : first] = shown
+        if first < window.steps:
+            self.rows.begin(Window(rest, window.envs, window.steps - first), self.carry)
+
+    def finish(self, steps: int) -> None:
+        """End a rollout after so many ``steps``."""
+        self.rows.finish(steps - self._first)
 
 
 # -- environments whose data lie in a window of one step -------------------------------------------

@@ -5,9 +5,10 @@ A step is a pulse to the worker and one back; all else is a command.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, repeat
 from typing import Any
 
 from gleanrl.core import paths
@@ -15,20 +16,24 @@ from gleanrl.core.errors import WeightsError
 from gleanrl.core.messages import Report, Snapshot
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.streams import of_this_life
 from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
 from gleanrl.envs.factory import EnvFactory, closed_on_error
+from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.memory.pulses import PulseAddress, PulseEnds
 from gleanrl.memory.shared import SharedMemory
 
-STEP, CUT, FINISH = range(1, 4)
-"""Orders to a group: step; step and truncate some environments; end a rollout early."""
+STEP, CUT, FINISH, BEGIN = range(1, 5)
+"""Orders to a group: step; step and truncate some environments; end a rollout early; reset, in
+place of the step of a worker that was lost."""
 LEAVE = 15
 """The order to leave `EnvWorker.serve`."""
-STEPPED, ENDED, FAILED = range(3)
-"""Answers: no environment ended; some did; an exception, which `EnvGroup.reraise` raises."""
+STEPPED, ENDED, FAILED, ANEW = range(4)
+"""Answers: no environment ended; some did; an exception, which `EnvGroup.reraise` raises; some
+began anew, others may have ended."""
 GROUP_BITS = 4
 """A pulse is an order or an answer in so many bits, and the number of the group above them."""
 MOST_GROUPS = 1 << (8 - GROUP_BITS)
@@ -48,17 +53,34 @@ class EnvWorkerBuilder:
     memory: SharedMemory | None = None
     """The memory of all windows; ``None`` if the environments are only looked at."""
     pulses: PulseAddress | None = None
+    restarts: tuple[int, float | None] | None = None
+    """How often each environment that raises is built anew; ``None`` for never."""
 
     def __call__(self, worker: int) -> Source:
         """Make the environments one after the other."""
-        seed_streams(self.stream)
+        seed_streams(of_this_life(self.stream))
         made: list[Any] = []
+        makers = [
+            partial(make_tensordict_env, factory, kwargs, self.storing)
+            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
+        ]
         with closed_on_error(made):
-            for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True):
-                made.append(make_tensordict_env(factory, kwargs, self.storing))
-            left = iter(made)
-            groups = [EnvGroup(list(islice(left, size)), self.memory) for size in self.sizes]
+            for make in makers:
+                made.append(make())  # noqa: PERF401  # what was made is closed if one fails
+            left, anew = iter(made), map(partial, repeat(_built_anew), makers, made)
+            groups = [
+                EnvGroup(
+                    list(islice(left, size)), self.memory, list(islice(anew, size)), self.restarts
+                )
+                for size in self.sizes
+            ]
             return EnvWorker(groups, self.pulses)
+
+
+def _built_anew(make: Callable[[], Any], member: Any) -> Any:
+    """Return another Gymnasium environment, and have it replace the one in ``member``."""
+    member.rows.envs[0] = env = without_call_checks(make().rows.envs[0])
+    return env
 
 
 class EnvWorker:
@@ -78,8 +100,7 @@ class EnvWorker:
             number, order = pulse >> GROUP_BITS, pulse & mask
             group = self.groups[number]
             try:
-                ended = group.finish() if order == FINISH else group.step(order == CUT)
-                answer = ENDED if ended else STEPPED
+                answer = _carry_out(group, order)
             except Exception as err:
                 group.fail(err)
                 answer = FAILED
@@ -130,3 +151,14 @@ class EnvWorker:
     def close(self) -> None:
         """Close the environments."""
         close_all([group.envs for group in self.groups])
+
+
+def _carry_out(group: EnvGroup, order: int) -> int:
+    """Have ``group`` carry out an order; return its answer."""
+    if order == BEGIN:
+        group.begin()
+        return ANEW
+    ended = group.finish() if order == FINISH else group.step(order == CUT)
+    if group.failures:
+        return ANEW
+    return ENDED if ended else STEPPED

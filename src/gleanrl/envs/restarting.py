@@ -27,6 +27,8 @@ class RestartingEnv(GymnasiumEnv):
     observation as the next one, and the reward is 0. `on_rebuilt` is told of it.
     """
 
+    only_rows = "on_env_error='restart'"
+
     def __init__(
         self,
         envs: Sequence[gym.Env[Any, Any]],
@@ -52,10 +54,7 @@ class RestartingEnv(GymnasiumEnv):
         self._row = 0
         self._failed: list[int] = []
         """The environments whose step raised in the present row."""
-        self.failures: list[str] = []
-        """The errors of environments that were built anew since the last rollout."""
-        self.on_rebuilt: Callable[[int, int], None] = lambda t, env: None
-        """Is called with the step that is no transition, and its environment."""
+        self.failures = []
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
@@ -66,12 +65,6 @@ class RestartingEnv(GymnasiumEnv):
         self._row, self._failed = t, []
         ended = super().step(t, cut, resets)
         for env in self._failed:
-            if t:  # the last whole step; that of an earlier rollout was delivered
-                _, late_row, done_row = (rows[t - 1] for rows in self._flag_rows)
-                late_row[env] |= not done_row[env]
-                done_row[env] = True
-            for row in (rows[t] for rows in self._flag_rows):  # it may have been due
-                row[env] = False
             self.on_rebuilt(t, env)
         return [env for env in ended if env not in self._failed] if self._failed else ended
 

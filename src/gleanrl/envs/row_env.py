@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,13 @@ class EnvRows(Env, Resumable):
     """How data are stored; rows that are joined have the same."""
     face: EnvBase | None = None
     """The user's environment, if these rows were taken out of it."""
+    only_rows = ""
+    """The setting that needs rows, in which environments may begin anew during a rollout."""
+    failures: list[str]
+    """With `only_rows`, the errors of environments that were built anew since the last rollout."""
+    on_rebuilt: Callable[[int, int], None]
+    """With `only_rows`, is told of a step that is no transition, and of the environment that began
+    anew in place of it."""
     _window: Window
     _ended: Sequence[int]
 
@@ -93,6 +100,9 @@ class EnvRows(Env, Resumable):
     def complete(self, t: int) -> Sequence[int]:
         """Return the environments that ended in the step that was posted."""
         return self._ended
+
+    def keep(self, t: int) -> None:
+        """Write what step ``t`` left to `finish`, as that may never come: here nothing."""
 
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""

@@ -24,7 +24,7 @@ _SPIN_S, _SOON_S = 1e-4, 4e-4
 
 @dataclass(frozen=True, slots=True)
 class PulseAddress:
-    """Where a worker finds its ends of the pipes; can be pickled, as long as `Pulses` has both."""
+    """Where a worker finds the pipes, and opens its ends; can be pickled."""
 
     worker: int
     orders: FileAddress
@@ -35,33 +35,37 @@ class Pulses:
     """The ends of the process that wakes ``workers`` workers and waits for their answers."""
 
     def __init__(self, workers: int) -> None:
-        """Make the pipes, all of whose ends this process has until `opened`.
+        """Make the pipes, whose other ends workers open.
 
         Raises:
             ConfigError: this process may not open that many files.
         """
-        self._orders, self._theirs, own = list[int](), list[int](), list[int]()
-        self._closing = weakref.finalize(self, _close, self._orders, own, self._theirs)
+        self._orders, own = list[int](), list[int]()
+        self._closing = weakref.finalize(self, _close, self._orders, own)
         self._closing.atexit = False
         with naming_limits():
             for _ in range(workers):
                 read, write = os.pipe()
-                self._theirs.append(read)
                 self._orders.append(write)
+                os.close(read)
+            # Both ends: without workers, waiting for an answer waits.
             self._answers, back = os.pipe()
-        own.append(self._answers)
-        self._theirs.append(back)
+        own += self._answers, back
         self._arrival = _Arrival(self._answers)
 
     def address(self, worker: int) -> PulseAddress:
-        """Return the address of the ends of ``worker``."""
-        return PulseAddress(
-            worker, FileAddress.of(self._theirs[worker]), FileAddress.of(self._theirs[-1])
-        )
+        """Return the address of the pipes of ``worker``."""
+        orders, answers = self._orders[worker], self._answers
+        return PulseAddress(worker, FileAddress.of(orders), FileAddress.of(answers))
 
-    def opened(self) -> None:
-        """Drop the workers' ends, which all have opened: the end of a process shows in the pipe."""
-        _close(self._theirs)
+    def drop_orders(self, worker: int) -> None:
+        """Drop the orders that ``worker``, which has ended, has not read."""
+        orders = FileAddress.of(self._orders[worker]).open(os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                os.read(orders, _READ)
+        finally:
+            os.close(orders)
 
     def send(self, worker: int, code: int) -> None:
         """Wake ``worker``; one that has ended is not waited for here."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -22,12 +23,16 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import GymOptions
 from gleanrl.core.platforms import naming_limits, require_linux
 from gleanrl.core.window import Array, Window
+from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory
 from gleanrl.envs.parallel_group import SharedPlaces
 from gleanrl.envs.parallel_worker import (
+    ANEW,
+    BEGIN,
     ENDED,
     FAILED,
+    FINISH,
     GROUP_BITS,
     LEAVE,
     EnvWorkerBuilder,
@@ -42,6 +47,8 @@ CONTROL_S = 60.0
 """Seconds that a command other than a step may take, if a step may not take longer."""
 _LOOK_MS = 50
 """Milliseconds after which the workers are looked at again."""
+_SOON_MS = 5
+"""The same while a replacement is expected."""
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -63,11 +70,22 @@ class EnvWorkersPlan:
     """Seconds in which each process must start; all have the same time again to build."""
     affinity: Sequence[Processors] | None = None
     """The processors that each worker may use; all by default."""
+    relaunches: tuple[int, float | None] | None = None
+    """How often each lost worker is replaced, and within how many seconds; ``None`` for never."""
+    restarts: tuple[int, float | None] | None = None
+    """How often each environment that raises is built anew; ``None`` for never."""
     groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
         default_factory=list
     )
     """Per group, by worker: callables that make environments, and their arguments."""
     started: EnvWorkers | None = None
+
+    @property
+    def begins_anew(self) -> str:
+        """The setting with which environments may begin anew during a rollout, if there is one."""
+        names = ["on_failure='relaunch'"] * (self.relaunches is not None)
+        names += ["on_env_error='restart'"] * (self.restarts is not None)
+        return " and ".join(names)
 
     def start(self) -> EnvWorkers:
         """Start the workers, at the first call."""
@@ -92,18 +110,30 @@ class EnvWorkers:
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
         """Per worker, its groups, in the order of their numbers there."""
         self.pulses = Pulses(self.count)
+        self.begins_anew = plan.begins_anew
+        make = partial(
+            ProcessBackend,
+            plan.threads,
+            plan.start_timeout,
+            replaces=plan.relaunches is not None,
+            affinity=plan.affinity,
+        )
         try:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
-                lambda _: ProcessBackend(plan.threads, plan.start_timeout, affinity=plan.affinity),
+                lambda _: make(),
                 [self._builder(plan, worker, stream) for worker in workers],
                 start_timeout=plan.start_timeout,
             )
         except BaseException:
             self.pulses.close()
             raise
-        self.pulses.opened()
+        self._coming: set[int] = set()
+        """Workers that were lost, until their replacements are up to date."""
+        if plan.relaunches is not None:
+            self.session.needs_all = True
+            _EnvReplacements(self, plan.relaunches)
         self._owner = os.getpid()
         self._serving: dict[int, Ticket] = {}
         """By worker that waits for orders: the command to do so, which is answered at its end."""
@@ -126,6 +156,7 @@ class EnvWorkers:
             stream + worker,
             self.memory,
             self.pulses.address(worker),
+            plan.restarts,
         )
 
     # -- pulses ----------------------------------------------------------------------------------
@@ -135,7 +166,7 @@ class EnvWorkers:
         self._check_usable()
         if len(self._serving) < self.count:
             for worker in workers:
-                if worker not in self._serving:
+                if worker not in self._serving and worker not in self._coming:
                     self._serving[worker] = self.session.send(worker, m.Call("serve"))
 
     def number(self, group: WorkerGroup, worker: int) -> int:
@@ -150,15 +181,21 @@ class EnvWorkers:
             CollectorTimeout: a step took longer than the timeout.
         """
         self._check_usable()
-        most = _LOOK_MS if seconds is None else min(_LOOK_MS, 1e3 * max(0.0, seconds))
-        came = interruptible(self.pulses.wait, most)
-        answers, now = self.pulses.take() if came else [], monotonic()
-        for worker, answer in answers:
-            self._answered_at[worker] = now
-            self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
+        look = _SOON_MS if self._coming else _LOOK_MS
+        most = look if seconds is None else min(look, 1e3 * max(0.0, seconds))
+        came, now = interruptible(self.pulses.wait, most), monotonic()
+        if came:
+            self._take(now)
         # Without answers, all workers may have ended; with answers, those that gave none.
-        if not answers or now >= self._next_look:
+        if not came or now >= self._next_look:
             self._look(now)
+
+    def _take(self, now: float, but: int | None = None) -> None:
+        """Give the answers that are there to their groups, except those of one worker."""
+        for worker, answer in self.pulses.take():
+            if worker != but:
+                self._answered_at[worker] = now
+                self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
 
     def _look(self, now: float) -> None:
         """Look for workers that have ended or are late."""
@@ -173,11 +210,18 @@ class EnvWorkers:
             session.last_reply[worker] = max(session.last_reply[worker], replied)
         session.receive_available()
         session.warn_silent()
-        late = [worker for worker, began in since.items() if Deadline(self.timeout, began).expired]
+        due = {worker: began for worker, began in since.items() if worker not in self._coming}
+        late = [worker for worker, began in due.items() if Deadline(self.timeout, began).expired]
         if late:
-            deadline = Deadline(self.timeout, min(since.values()))
+            deadline = Deadline(self.timeout, min(due.values()))
             session.give_up(sorted(late), "finish their step", deadline)
         self._check_alive()
+        for worker in filter(session.is_up, sorted(self._coming)):
+            self._coming.discard(worker)
+            self._answered_at[worker] = now
+            for group in self._served[worker]:
+                if worker in group.pending:
+                    group.begin_anew(worker)
 
     def _check_alive(self) -> None:
         try:
@@ -198,6 +242,8 @@ class EnvWorkers:
         for group in self.groups:
             if not group.pending.isdisjoint(workers):
                 group.wait()
+        while not self._coming.isdisjoint(workers):
+            self.take_answers()
         tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
         for ticket in tickets:
             self.pulses.send(ticket.worker, LEAVE)
@@ -207,6 +253,32 @@ class EnvWorkers:
                 self.session.receive_in_time(deadline, [ticket], "end their step")
         self._check_alive()
         return self.session
+
+    # -- replacements ----------------------------------------------------------------------------
+
+    def lost(self, worker: int) -> None:
+        """Note that ``worker`` has ended and is being replaced."""
+        self._serving.pop(worker, None)
+        self._coming.add(worker)
+        self.pulses.drop_orders(worker)
+        if self.pulses.wait(0):
+            self._take(monotonic(), but=worker)  # else they would count as its replacement's
+        for group in self._served[worker]:
+            group.lost(worker)
+
+    def standing(self, worker: int) -> list[m.Command]:
+        """Return the commands that bring a replacement of ``worker`` up to date."""
+        life = self.session.lives[worker]
+        groups = enumerate(self._served[worker])
+        return [
+            m.Call(f"groups[{number}].{method}", arguments)
+            for number, group in groups
+            for method, arguments in group.standing_of(worker, life)
+        ]
+
+    def is_coming(self, worker: int) -> bool:
+        """Tell whether ``worker`` was lost, and its replacement is not up to date yet."""
+        return worker in self._coming
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -225,6 +297,22 @@ class EnvWorkers:
             group.pending.clear()
         if self._closing.detach() is not None:
             _close(self.pulses, self.session, self._owner, timeout, raise_on_error)
+
+
+class _EnvReplacements(Replacements):
+    """Replaces lost workers; groups have the replacements begin in the step under way."""
+
+    def __init__(self, workers: EnvWorkers, allowed: tuple[int, float | None]) -> None:
+        self._workers: EnvWorkers = weakref.proxy(workers)  # see `WorkerGroup`
+        super().__init__(workers.session, allowed)
+
+    def replace(self, worker: int) -> str:
+        more = super().replace(worker)
+        self._workers.lost(worker)
+        return more
+
+    def commands(self, worker: int) -> list[m.Command]:
+        return self._workers.standing(worker)
 
 
 def _stream() -> int:
@@ -262,18 +350,25 @@ class WorkerGroup:
         """Workers that owe an answer."""
         self.began = 0.0
         """The moment of the last order."""
+        self._order = 0
+        """The last order."""
         self._failed: list[int] = []
-        self._some_ended = False
+        self._some_ended = self._some_anew = self._some_failed = False
+        self._beginning: set[int] = set()
+        """Workers that were lost, whose replacements begin with this order or the next."""
+        self._standing: dict[Any, tuple[str, Sequence[tuple[Any, ...]]]] = {}
+        """Commands that replacements get as well, by what they set: a method, and the arguments of
+        each member."""
 
     # -- memory ----------------------------------------------------------------------------------
 
     def share(self, envs: Sequence[int]) -> list[SharedPlaces]:
         """Reserve what workers with so many ``envs`` share with this process besides windows."""
-        self._numbers = [(worker, self.workers.number(self, worker)) for worker in self.members]
+        self._find_numbers()
         ends = [0, *itertools.accumulate(envs)]
         self.parts = [range(*pair) for pair in itertools.pairwise(ends)]
         count, total = len(envs), sum(envs)
-        base = self.workers.memory.reserve(32 * count + 2 * total)
+        base = self.workers.memory.reserve(32 * count + 3 * total)
         found = self.workers.memory.map()
         small = np.frombuffer(found, np.int64, 4 * count, base).reshape(count, 4)
         self._orders = small[:, :3]
@@ -281,10 +376,11 @@ class WorkerGroup:
         flags = base + 32 * count
         self.cut = np.frombuffer(found, np.bool_, total, flags)
         self._ended: Array = np.frombuffer(found, np.bool_, total, flags + total)
+        self._anew: Array = np.frombuffer(found, np.bool_, total, flags + 2 * total)
         places = []
         for index, part in enumerate(self.parts):
             at, cut = base + 32 * index, flags + part.start
-            places.append(SharedPlaces(at, at + 24, cut, cut + total, len(part)))
+            places.append(SharedPlaces(at, at + 24, cut, cut + total, cut + 2 * total, len(part)))
         return places
 
     def reserve(self, fields: Iterable[Field], steps: int) -> Window:
@@ -336,6 +432,7 @@ class WorkerGroup:
         arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
         seconds: float | None = CONTROL_S,
         kwargs: Mapping[str, Any] | None = None,
+        begins: bool = False,
     ) -> list[Any]:
         """Call a method of `EnvGroup` in workers, after what is under way.
 
@@ -344,6 +441,8 @@ class WorkerGroup:
             arguments: Those of all members, or by index of each member that is asked.
             seconds: The time that it may take, if a step may not take longer.
             kwargs: Further arguments of all.
+            begins: Whether environments begin episodes that the learner knows of, those of
+                replacements as well.
         """
         if seconds is not None:
             seconds = max(seconds, self.workers.timeout or 0.0)
@@ -354,7 +453,45 @@ class WorkerGroup:
             worker = self.members[index]
             path = f"groups[{self.workers.number(self, worker)}].{method}"
             commands[worker] = m.Call(path, own, kwargs)
-        return list(self.workers.pause(commands).request_each(commands, seconds).values())
+        found: dict[int, Any] = {}
+        while left := {worker: one for worker, one in commands.items() if worker not in found}:
+            came = self.workers.pause(left).request_each(left, seconds)
+            found |= came  # those that were lost have no values, and are asked again
+            if begins:
+                self.go_on([worker for worker in came if not self.workers.is_coming(worker)])
+        return [found[worker] for worker in commands]
+
+    def ask_for_good(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], what: Any = None
+    ) -> None:
+        """Call a method of `EnvGroup` in all members, and in all replacements of these.
+
+        Args:
+            method: Its name.
+            arguments: Those of each member.
+            what: What it sets, which an earlier call may have set; ``method`` by default.
+        """
+        # First: a replacement may come up meanwhile, and a second call changes nothing.
+        self.stand(method, arguments, what)
+        self.ask(method, dict(enumerate(arguments)))
+
+    def stand(self, method: str, arguments: Sequence[tuple[Any, ...]], what: Any = None) -> None:
+        """Have replacements begin with a call; see `ask_for_good`."""
+        self._standing[what or method] = method, arguments
+
+    def forget_standing(self, kept: Callable[[Any], bool]) -> None:
+        """Forget the calls for replacements that set something which is not ``kept``."""
+        self._standing = {what: call for what, call in self._standing.items() if kept(what)}
+
+    def standing_of(self, worker: int, life: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield the calls for the replacement of ``worker`` in its ``life``."""
+        index = self.members.index(worker)
+        for method, arguments in self._standing.values():
+            own = arguments[index]
+            if method == "seed":
+                seed = reseeded(m.Seed(*own), life)
+                own = seed.seed, seed.static
+            yield method, own
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -367,10 +504,15 @@ class WorkerGroup:
         workers = self.workers
         workers.serve(self.members)
         self._orders[:] = window, t, resets
-        self.pending.update(self.members)
-        self.began, send = monotonic(), workers.pulses.send
+        self.pending.update(self._present)
+        self.began, self._order, send = monotonic(), order, workers.pulses.send
         for worker, number in self._numbers:
             send(worker, number << GROUP_BITS | order)
+        if self._beginning and order != FINISH:  # without steps, there is nothing to finish
+            self.pending |= self._beginning
+            for worker in self._beginning:
+                if not workers.is_coming(worker):
+                    self.begin_anew(worker)
 
     def answered(self, worker: int, answer: int) -> None:
         """Note that ``worker`` has carried out the order."""
@@ -379,6 +521,9 @@ class WorkerGroup:
             self._some_ended = True
         elif answer == FAILED:
             self._failed.append(worker)
+        elif answer == ANEW:
+            self._some_ended = self._some_anew = True
+            self.go_on({worker})
 
     def wait(self) -> None:
         """Wait for the answers that are due."""
@@ -388,8 +533,8 @@ class WorkerGroup:
     def forget(self) -> None:
         """Forget what a rollout that failed has left."""
         self.wait()
-        self._failed, self._some_ended = [], False
-        self._ended[:] = self.cut[:] = False
+        self._failed, self._some_ended, self._some_anew = [], False, False
+        self._ended[:] = self.cut[:] = self._anew[:] = False
 
     def settle(self) -> list[int]:
         """Wait for the answers that are due; return the environments that ended.
@@ -401,14 +546,70 @@ class WorkerGroup:
         """
         self.wait()
         if self._failed:
-            failed, self._failed = sorted(map(self.members.index, self._failed)), []
-            self.ask("reraise", dict.fromkeys(failed, ()))
+            failed = sorted(map(self.members.index, self._failed))
+            try:
+                self.ask("reraise", dict.fromkeys(failed, ()))
+            finally:
+                self._failed.clear()
+            return self.settle()  # they were lost before they could say
         if not self._some_ended:
             return _NOTHING
         self._some_ended = False
         ended: list[int] = np.flatnonzero(self._ended).tolist()
         self._ended[ended] = False
         return ended
+
+    # -- replacements ----------------------------------------------------------------------------
+
+    def _find_numbers(self) -> None:
+        """Tell the members that get orders as they are from those that begin anew."""
+        self._present = [worker for worker in self.members if worker not in self._beginning]
+        self._numbers = [(worker, self.workers.number(self, worker)) for worker in self._present]
+
+    def lost(self, worker: int) -> None:
+        """Note that ``worker`` was lost; its replacement begins with this order or the next."""
+        self._beginning.add(worker)
+        self._find_numbers()
+        if worker in self._failed:
+            self.pending.add(worker)
+        elif self._order == FINISH:  # its steps are whole
+            self.pending.discard(worker)
+        if worker in self.pending:
+            part = self.parts[self.members.index(worker)]
+            self._ended[part.start : part.stop] = False
+
+    def begin_anew(self, worker: int) -> None:
+        """Order a replacement to begin, in place of the order under way."""
+        self.workers.serve([worker])
+        number = self.workers.number(self, worker)
+        self.workers.pulses.send(worker, number << GROUP_BITS | BEGIN)
+
+    def go_on(self, workers: Collection[int]) -> None:
+        """Have replacements that have begun take steps, with the next order."""
+        if not self._beginning.isdisjoint(workers):
+            self._beginning.difference_update(workers)
+            self._find_numbers()
+
+    @property
+    def in_episodes(self) -> bool:
+        """Whether all environments are in the episodes that the learner knows."""
+        return not self._beginning
+
+    def began_anew(self) -> list[int]:
+        """Return the environments that began anew in the last step, in place of the step."""
+        if not self._some_anew:
+            return _NOTHING
+        self._some_anew, self._some_failed = False, True
+        anew: list[int] = np.flatnonzero(self._anew).tolist()
+        self._anew[anew] = False
+        return anew
+
+    def take_failures(self) -> Iterator[str]:
+        """Yield the errors of environments that were built anew since the last call."""
+        if self._some_failed:
+            self._some_failed = False
+            for worker, texts in zip(self.members, self.ask("take_failures"), strict=True):
+                yield from (f"in worker {worker}, {text}" for text in texts)
 
 
 def _field(key: Key, tensor: torch.Tensor) -> Field:

@@ -152,6 +152,7 @@ class ParallelEnv(RowEnv):
             raise
 
     def _join(self, group: WorkerGroup) -> None:
+        group.stand("described", [()] * self.num_workers, "rows")
         found: list[EnvGroupInfo] = group.ask("described", (), self._plan.start_timeout)
         first = found[0]
         each = zip(self._parts, found, strict=True)
@@ -169,7 +170,7 @@ class ParallelEnv(RowEnv):
         if self._direct:
             self._given = {key: row.views[key] for key in row.actions}
         self._present = set(self._given)
-        group.ask("share", dict(enumerate(zip(places, group.references(row.window), strict=True))))
+        group.ask_for_good("share", list(zip(places, group.references(row.window), strict=True)))
 
     @property
     def rows(self) -> WorkerRows:  # type: ignore[override]  # made at the start
@@ -187,12 +188,18 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            found = group.ask("open_rows", (self._plan.always_rows,), self._plan.start_timeout)
+            opened = self._plan.always_rows, self._plan.relaunches is not None
+            found = group.ask("open_rows", opened, self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
+                if setting := self._plan.begins_anew:
+                    raise ConfigError(
+                        f"{setting} with inference='central' needs environments that step in rows "
+                        "and are alike; use inference='workers'"
+                    )
                 return None
+            group.stand("take_place", [(info, *opened) for info in found], "rows")
             rows = WorkerRows(group, found[0], self._batch)
-            parts = enumerate(group.references(rows.carry))
-            group.ask("open_carry", {index: (part,) for index, part in parts})
+            group.ask_for_good("open_carry", [(part,) for part in group.references(rows.carry)])
             return rows
 
     def _check_open(self) -> None:
@@ -307,7 +314,8 @@ class ParallelEnv(RowEnv):
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         each = self.batch_size[1:].numel()
         firsts = [seed if static else seed + part.start * each for part in self._parts]
-        self._ask("seed", {w: (first, static) for w, first in enumerate(firsts)})
+        with self._settled() as group:
+            group.ask_for_good("seed", [(first, static) for first in firsts])
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
@@ -332,7 +340,9 @@ class ParallelEnv(RowEnv):
             envs = enumerate(f"worker{env}" for env in range(part.start, part.stop))
             own = {f"worker{i}": state_dict[env] for i, env in envs if env in state_dict}
             states[worker] = own, strict
-        self._ask("load_state", states)
+        with self._settled() as group:
+            group.forget_standing(lambda what: what != "seed")
+            group.ask("load_state", states)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         return self._ask("snapshot", (allow_pickle,))

@@ -48,6 +48,7 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
+        self.only_rows, self.failures = group.workers.begins_anew, []
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
@@ -101,6 +102,8 @@ class WorkerRows(EnvRows):
         ended = self._group.settle()
         if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
+        for env in self._group.began_anew():
+            self.on_rebuilt(t, env)
         return ended
 
     def finish(self, steps: int) -> None:
@@ -113,15 +116,18 @@ class WorkerRows(EnvRows):
             keys = [key for key in self._target.keys() if key not in self._given]
             _copy(self._target, self._window, keys, slice(0, steps))
         self.reset_s = self._group.reset_s
+        self.failures += self._group.take_failures()
 
     def _open(self, window: Window) -> tuple[int, Window | None]:
         """Tell workers of a new window, and of those that exist no longer."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
         target = None if group.sees(window) else group.copy_of(window, keys)
+        assert target is None or not self.only_rows, "what begins anew is marked in the window"
         others = [number for number, _ in self._targets.values()]
         number = next(number for number in itertools.count(1) if number not in others)
-        parts = enumerate(group.references(target or window, keys))
-        group.ask("open", {index: (number, part, others) for index, part in parts})
+        parts = group.references(target or window, keys)
+        group.forget_standing(lambda what: isinstance(what, str) or what in others)
+        group.ask_for_good("open", [(number, part, others) for part in parts], number)
         self._targets[window] = number, target
         return number, target
 
@@ -137,7 +143,7 @@ class WorkerRows(EnvRows):
                 chosen[worker] = own, options
         # The first one belongs to the start.
         limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
-        group.ask("restart_rollouts", chosen, limit)
+        group.ask("restart_rollouts", chosen, limit, begins=envs is None)
         self._was_reset = True
         _copy(self.carry, carry, self._seen)
 
@@ -152,12 +158,16 @@ class WorkerRows(EnvRows):
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         self._group.wait()
-        return self._group.ask("snapshot", (allow_pickle,))
+        found = self._group.ask("snapshot", (allow_pickle,))
+        if not self._group.in_episodes:
+            raise StateError("a worker was lost since the last rollout, and its episodes with it")
+        return found
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         self._group.wait()
         check_parts(snapshot, self._group)
-        self._group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
+        parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
+        self._group.ask("resume", parts, begins=True)
 
     def close(self) -> None:
         self.face.close()

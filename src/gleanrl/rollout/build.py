@@ -20,7 +20,6 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.make import Made, make_env
-from gleanrl.envs.restarting import RestartingEnv
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
@@ -91,8 +90,9 @@ class SourceBuilder:
         if isinstance(made, TransformedRows):
             return self._serve_transformed(made)
         members = None if isinstance(made, VectorAdapter) else made
-        if isinstance(made, RestartingEnv) and not self.options.fast:
-            raise ConfigError("on_env_error='restart' and fast=False exclude each other")
+        why_rows = made.only_rows if isinstance(made, EnvRows) else ""
+        if why_rows and not self.options.fast:
+            raise ConfigError(f"{why_rows} and fast=False exclude each other")
         if members is not None and not self.options.fast and not joint:
             handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
             return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
@@ -104,8 +104,8 @@ class SourceBuilder:
         )
         policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
-            if isinstance(made, RestartingEnv):
-                raise ConfigError(f"on_env_error='restart' needs a policy that takes rows: {why}")
+            if why_rows:
+                raise ConfigError(f"{why_rows} needs a policy that takes rows: {why}")
             if members is not None:
                 handle = TensorDictHandle(RowEnv(members), contract.root, inner=made.inner)
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)

@@ -225,7 +225,7 @@ class DeliveredFields:
             if "truncated" in missing:
                 late.copy_(done & ~dead)
 
-    def truncate(self, window: Window, last: int, envs: Array | slice = _ALL) -> None:
+    def truncate(self, window: Window, last: int, envs: Array | slice | int = _ALL) -> None:
         """End the running episodes of ``envs`` with step ``last``, as truncated."""
         for group in self._groups:
             if group.truncated and last >= 0:
@@ -233,6 +233,13 @@ class DeliveredFields:
                 done, late = (window.tensor((*prefix, name)) for name in ("done", "truncated"))
                 late[envs, last] |= ~done[envs, last]
                 done[envs, last] = True
+
+    def void(self, window: Window, t: int, env: int, tracker: Tracker) -> None:
+        """End the running episode of ``env`` before frame ``t``, which is no transition."""
+        if (env, t - 1) not in tracker.voids:
+            self.truncate(window, t - 1, env)  # the last step of an earlier rollout was delivered
+        for key in (*self._rewards, *(next_key(field.key) for field in self._flags)):
+            window.tensor(key)[env, t] = 0
 
     def _check_finite(self, window: Window, steps: int) -> None:
         for field in self._finite:

@@ -15,7 +15,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Policy, Pool, Stop
 from gleanrl.core.window import Window
-from gleanrl.envs.restarting import RestartingEnv
+from gleanrl.envs.row_env import EnvRows
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.provided import Provided
@@ -105,7 +105,7 @@ class DenseRollout(BaseSource):
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
-        if isinstance(env, RestartingEnv):
+        if isinstance(env, EnvRows) and env.only_rows:
             env.on_rebuilt, self.failures = self._rebuilt, env.failures
 
     def _make_tracker(self) -> Tracker:
@@ -170,7 +170,7 @@ class DenseRollout(BaseSource):
         return self._report(taken)
 
     def _begin(self, window: Window, random: bool) -> Policy:
-        policy = self._random if random else self._policy
+        policy, self._window = self._random if random else self._policy, window
         self._fields.begin(window, self._next_root)
         self.tracker.begin(window)
         self._env.begin(window, self._next_root)
@@ -189,6 +189,7 @@ class DenseRollout(BaseSource):
     def _rebuilt(self, t: int, env: int) -> None:
         """Note that an environment was built anew in step ``t``, which is no transition."""
         self.env = self._env.inner
+        self._fields.void(self._window, t, env, self.tracker)
         self.tracker.void(t, env)
 
     def explain(self) -> str:

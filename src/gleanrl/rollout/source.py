@@ -12,7 +12,7 @@ from torch import nn
 
 from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Pool, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
@@ -162,9 +162,9 @@ class BaseSource:
         raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
-        failures: tuple[str, ...] = ()
+        mishaps: tuple[Mishap, ...] = ()
         if self.failures:
-            failures = tuple(self.failures)
+            mishaps = tuple(("env_restarts", failure) for failure in self.failures)
             self.failures.clear()
         return Report(
             steps,
@@ -174,7 +174,7 @@ class BaseSource:
             payload,
             self.tracker.ended,
             measured=self._clock.seconds and self._clock.measured(),
-            failures=failures,
+            mishaps=mishaps,
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:

@@ -124,7 +124,7 @@ def _failed(worker: int, ticket: int, cause: Exception, problem: str, advice: st
 def frame_of(reply: m.Reply) -> bytes:
     """Return ``reply`` as a frame; one that cannot be pickled becomes a failure that says so."""
     report = reply.report if isinstance(reply, m.Rolled) else None
-    if report is not None and report.payload is None and not report.failures:
+    if report is not None and report.payload is None and not report.mishaps:
         head = _ROLLED.pack(
             _R,
             reply.ticket,

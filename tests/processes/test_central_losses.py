@@ -1,0 +1,403 @@
+"""Central inference that continues when a process of environments is lost."""
+
+import collections
+import functools
+import itertools
+import os
+import signal
+import sys
+import warnings
+
+import cloudpickle
+import gymnasium as gym
+import pytest
+import rig
+import torch
+from central_rig import Counting, recurrent, sampling, transformed
+from tools import soak
+
+from gleanrl import (
+    ConfigError,
+    LazyTensorStorage,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    ReplayBuffer,
+    WorkerDied,
+)
+from gleanrl.testing import FaultyEnv
+
+# Workers that need not import this file start in milliseconds.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [
+    pytest.mark.usefixtures("tidy_workers"),
+    pytest.mark.filterwarnings("ignore:.*(collection (waits|continues)|takes part again)"),
+]
+KINDS = {
+    "sync": MultiSyncCollector,
+    "async": functools.partial(MultiAsyncCollector, policy_process=False),
+    "policy process": MultiAsyncCollector,
+}
+IDS, MASK = ("collector", "traj_ids"), ("collector", "mask")
+LENGTH, STEPS = 5, 8
+
+
+class Once(gym.Wrapper):
+    """Does something bad at one of its steps, unless that has happened before."""
+
+    def __init__(self, env, fault, at, mark):
+        super().__init__(env)
+        self._fault, self._left, self._mark = fault, at, mark
+
+    def step(self, action):
+        self._left -= 1
+        if self._left == 0 and not self._mark.exists():
+            self._mark.touch()
+            self._fault()
+        return self.env.step(action)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def once(make, fault, at, mark):
+    return lambda: Once(make(), fault, at, mark)
+
+
+def cart(number=0):
+    return gym.make("CartPole-v1")
+
+
+def collecting(kind, makers, policy=None, each=1, **options):
+    frames = STEPS * each * (len(makers) if kind == "sync" else 1)
+    options = {"total_frames": -1, "on_failure": "relaunch", **options}
+    if each > 1:
+        options["num_envs"] = each
+    make = KINDS[kind]
+    return make(makers, policy, inference="central", frames_per_batch=frames, **options)
+
+
+def pid_of(collector, worker):
+    return int(collector.stats("per_worker")[f"worker_{worker}/pid"])
+
+
+def kill(collector, worker, how=signal.SIGKILL):
+    os.kill(pid_of(collector, worker), how)
+    if how == signal.SIGKILL:
+        rig.await_end([pid_of(collector, worker)])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    "fault", [rig.kill, rig.segfault, rig.quit_python, stop, rig.hold_the_lock]
+)
+def test_the_others_are_not_disturbed_and_the_replacement_begins_anew(fault, groups, tmp_path):
+    at = 13
+
+    def collect(fault):
+        makers = [once(rig.counting(0), fault, at, tmp_path / "mark"), rig.counting(1)]
+        options = {"timeout": 1.0, "env_groups": groups}
+        with collecting("sync", makers, each=groups, **options) as collector:
+            collector.set_seed(3)
+            batches = [collector.next() for _ in range(4)]
+            return torch.cat(batches, -1), collector.stats()
+
+    undisturbed, _ = collect(bool)
+    (tmp_path / "mark").unlink()
+    found, stats = collect(fault)
+    own = found["next", "observation"][..., 0].amax(1) == 0
+    assert int(own.sum()) == groups
+    assert bool((found[~own] == undisturbed[~own]).all())
+    assert (stats["workers_lost"], stats["relaunches"], stats["workers_alive"]) == (1, 1, 2)
+    assert stats["frames"] == stats["frames_stepped"] == found.numel() - groups
+    before, void, after = slice(0, at - 1), at - 1, slice(at, None)
+    for rows in (found[own][:, before], found[own][:, after]):
+        steps = rows["next", "observation"][..., 1]
+        assert bool((steps == torch.arange(1, rows.shape[1] + 1)).all())
+        assert rows[MASK].all()
+        assert (rows["next", "reward"] == 1).all()
+    lost = found[own][:, void]
+    assert not lost[MASK].any()
+    assert (lost[IDS] == -1).all()
+    assert not lost["next", "done"].any()
+    assert found[own]["next", "truncated"][:, at - 2].all()
+    assert not set(found[own][IDS][:, before].unique().tolist()).intersection(
+        found[own][IDS][:, after].unique().tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "make"), [(sampling, cart), (recurrent, cart), (sampling, transformed)]
+)
+def test_policies_act_in_the_others_as_without_the_loss(policy, make):
+    kills = [1] if make is transformed else [1, 3]  # its workers import TorchRL for a second
+
+    def collect(kills):
+        torch.manual_seed(0)
+        options = {} if make is transformed else {"max_frames_per_traj": 6}
+        with collecting("sync", [make] * 3, policy(4, 2), each=2, **options) as collector:
+            collector.set_seed(5)
+            batches = []
+            for number in range(6):
+                batches.append(collector.next())
+                if number in kills:
+                    kill(collector, 1)
+            return torch.cat(batches, -1)
+
+    undisturbed, found = collect(()), collect(kills)
+    others = [0, 1, 4, 5]
+    assert bool((found[others] == undisturbed[others]).all())
+    whole, cut = 6 * STEPS, 6 * STEPS - len(kills)
+    assert found[MASK].sum(-1).tolist() == [whole, whole, cut, cut, whole, whole]
+    own = found[2:4]
+    assert (own["next", "reward"][own[MASK]] == 1).all()
+    for row in own:
+        for one, other in itertools.pairwise(row):
+            if one[MASK] and other[MASK] and one[IDS] == other[IDS]:
+                assert bool((one["next", "observation"] == other["observation"]).all())
+                assert not one["next", "done"].any()
+            else:
+                assert one[IDS] != other[IDS]
+    if policy is recurrent:
+        first = torch.cat([torch.ones(2, 1, dtype=torch.bool), own[IDS].diff(dim=-1) != 0], 1)
+        assert bool((own["is_init"][..., 0] >= (first & own[MASK])).all())
+        assert not own["hidden"][own["is_init"][..., 0]].any()
+
+
+def test_seeds_of_a_replacement_follow_from_the_seed_and_repeat_nothing():
+    def collect():
+        with collecting("sync", [cart] * 2) as collector:
+            collector.set_seed(5)
+            first = [collector.next()]
+            for _ in range(2):
+                kill(collector, 1)
+                first.append(collector.next())
+            return [batch[1, int(number > 0)]["observation"] for number, batch in enumerate(first)]
+
+    one, other = collect(), collect()
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len({tuple(state.tolist()) for state in one}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_life_has_whole_trajectories_with_ids_of_their_own(kind, tmp_path):
+    makers = [
+        once(rig.counting(number, pause=0.001), rig.kill, 20 + number, tmp_path / f"mark{number}")
+        for number in (0, 1)
+    ]
+    found = {0: [], 1: [], 2: []}
+    with collecting(kind, [*makers, rig.counting(2, pause=0.001)]) as collector:
+        while any(len(frames) < 60 for frames in found.values()):
+            batch = collector.next()
+            for frames in batch if kind == "sync" else batch[None]:
+                number = int(frames["next", "observation"][0, 0])
+                columns = (frames["next", "observation"][:, 1], frames[MASK], frames[IDS])
+                found[number] += zip(*(column.tolist() for column in columns), strict=True)
+        stats = collector.stats()
+    assert stats["relaunches"] == stats["workers_lost"] == 2
+    for number, frames in found.items():
+        valid = [(step, key) for step, there, key in frames if there]
+        assert len(frames) - len(valid) == (number < 2)
+        begins = [place for place, (step, _) in enumerate(valid) if step == 1]
+        assert len(begins) == 1 + (number < 2)
+        for begin, end in itertools.pairwise([*begins, len(valid)]):
+            assert [step for step, _ in valid[begin:end]] == list(range(1, end - begin + 1))
+            runs = [
+                len(list(run)) for _, run in itertools.groupby(valid[begin:end], lambda v: v[1])
+            ]
+            assert set(runs[:-1]) <= {LENGTH}
+        assert len({key for _, key in valid}) == len(list(itertools.groupby(valid, lambda v: v[1])))
+
+
+def test_the_process_of_the_policy_is_replaced_with_its_workers():
+    with collecting("policy process", [rig.counting(0), rig.counting(1)]) as collector:
+        collector.set_seed(3)
+        before = {tuple(collector.next()[IDS].tolist()) for _ in range(4)}
+        kill(collector, 0)
+        after = []
+        with rig.in_time(4 * rig.LIMIT):
+            while not after or after[-1]["next", "observation"][0, 1] != 1:
+                after.append(collector.next())
+        assert not set(itertools.chain(*before)).intersection(after[-1][IDS].tolist())
+        assert collector.stats()["relaunches"] == 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_groups_of_a_lost_worker_begin_anew(groups, tmp_path):
+    makers = [once(rig.counting(0), rig.kill, 13, tmp_path / "mark"), rig.counting(1)]
+    options = {"env_groups": groups, "transition_chunk_size": 4, "num_envs": 2}
+    with collecting("async", makers, **options) as collector:
+        found, frames = [], 0
+        while len(found) < 2:
+            batch = collector.next().reshape(-1)
+            frames += len(batch)
+            lost = batch[~batch[MASK]]
+            found += lost["next", "observation"][:, 0].tolist()
+        assert found == [0, 0]
+        stats = collector.stats()
+        assert stats["relaunches"] == 1
+        assert stats["frames"] == frames - 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [2, (2, 60.0)])
+def test_a_crash_loop_ends_with_its_cause(kind, most, tmp_path):
+    mark = tmp_path / "made"
+
+    def make():
+        if mark.exists():
+            rig.fail()
+        return once(rig.counting(1), rig.kill, 3, mark)()
+
+    collector = collecting(kind, [rig.counting(0), make], max_relaunches=most)
+    says = pytest.raises(WorkerDied, match=r"(?s)in the simulator.*max_relaunches=.?2")
+    with collector, says, rig.in_time(4 * rig.LIMIT):
+        collections.deque(collector, 0)
+
+
+def test_a_replacement_that_dies_again_and_again_ends_with_its_cause():
+    dies = rig.counting(1, fault=rig.segfault, at=3)
+    with collecting("sync", [rig.counting(0), dies], max_relaunches=2) as collector:
+        collector.next()
+        with pytest.raises(WorkerDied, match=r"signal 11.*max_relaunches=2"):
+            collector.next()
+
+
+def test_a_replacement_whose_environments_differ_is_none(tmp_path):
+    mark = tmp_path / "made"
+
+    def make():
+        return rig.Wide(1) if mark.exists() else once(rig.counting(1), rig.kill, 3, mark)()
+
+    collector = collecting("sync", [rig.counting(0), make], max_relaunches=1)
+    with collector, pytest.raises(WorkerDied, match="those of the lost one were"):
+        collector.next()
+
+
+def test_an_environment_that_raises_still_raises_its_error(tmp_path):
+    makers = [rig.counting(0), rig.counting(1, fault=rig.fail)]
+    collector = collecting("sync", makers)
+    with collector, pytest.raises(ArithmeticError, match="in the simulator"):
+        collections.deque(collector, 0)
+
+
+def test_commands_reach_replacements():
+    def first():
+        batch = collector.next()
+        assert batch["next", "observation"][1][batch[MASK][1]][0].tolist() == [1, 1]
+        return batch
+
+    with collecting("sync", [rig.counting(0), rig.counting(1)]) as collector:
+        collector.next()
+        for act in (lambda: collector.set_seed(3), collector.reset):
+            kill(collector, 1)
+            act()  # resets all: the replacement's first frame is a transition
+            assert first()[MASK].all()
+        kill(collector, 1)
+        assert collector.getattr_env("num_envs") == 2
+        assert first()[MASK].sum() == 2 * STEPS - 1
+        assert collector.stats()["relaunches"] == 3
+
+
+def test_a_state_without_the_episodes_of_a_lost_worker_begins_new_ones():
+    with collecting("sync", [rig.counting(0), rig.counting(1)]) as collector:
+        before = collector.next()[IDS].max()
+        kill(collector, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            collector.load_state_dict(collector.state_dict())
+        batch = collector.next()
+        assert batch[MASK].all()
+        assert batch[IDS].min() > before
+        assert batch["next", "observation"][1, :, 1].tolist() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, tmp_path):
+    makers = [rig.counting(0), once(rig.counting(1), rig.kill, 20, tmp_path / "mark")]
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8)
+    with collecting(kind, makers, replay_buffer=buffer) as collector:
+        for _ in range(40):
+            collector.next()
+            if collector.stats()["relaunches"]:
+                break
+        assert collector.stats()["relaunches"] == 1
+        assert len(buffer) == collector.stats()["frames"]
+    assert (buffer[:]["next", "observation"][:, 1] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_failure": "continue"}, "'relaunch'"),
+        ({"on_failure": "relaunch", "traj_quota": "equal", "trajs_per_batch": 2}, "traj_quota"),
+        ({"on_failure": "relaunch", "max_relaunches": (3, 0)}, "max_relaunches"),
+    ],
+)
+def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
+    with pytest.raises(ConfigError, match=says):
+        MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, inference="central", **options)
+
+
+@pytest.mark.parametrize("when", ["step", "reset"])
+def test_an_environment_that_raises_is_built_anew_alone(when, tmp_path):
+    def collect(act):
+        mark = tmp_path / "mark"
+        mark.unlink(missing_ok=True)
+        at = 13 if when == "step" else 3
+        broken = functools.partial(
+            FaultyEnv, rig.counting(0), act, when=when, at=at, once=mark, seconds=0.0
+        )
+        makers = [[broken, rig.counting(1)], [rig.counting(2), rig.counting(3)]]
+        frames = 4 * STEPS
+        with MultiSyncCollector(
+            makers,
+            inference="central",
+            on_env_error="restart",
+            frames_per_batch=frames,
+            total_frames=3 * frames,
+        ) as collector:
+            collector.set_seed(1)
+            return torch.cat([batch.clone() for batch in collector], -1), collector.stats()
+
+    undisturbed, _ = collect("sleep")
+    with pytest.warns(
+        UserWarning, match=r"(?s)in worker 0, environment 0 was built anew.*Injected"
+    ):
+        found, stats = collect("raise")
+    found = found[:, : undisturbed.shape[1]]  # valid frames count: there may be a batch more
+    assert bool((found[1:] == undisturbed[1:]).all())
+    assert (stats["env_restarts"], stats["relaunches"]) == (1, 0)
+    steps = found[0]["next", "observation"][:, 1].tolist()
+    if when == "step":
+        assert found[0][MASK].tolist() == [True] * 12 + [False] + [True] * 11
+        assert steps == [*range(1, 13), 0, *range(1, 12)]
+        assert found[0]["next", "truncated"][:, 0].nonzero().tolist() == [[11]]
+    else:  # the third reset, after the first episode
+        assert found[0][MASK].all()
+        assert steps == [*range(1, 6), *range(1, 20)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_environment_is_not_built_anew_for_ever(kind):
+    makers = [rig.counting(0), rig.counting(1, fault=rig.fail, at=3)]
+    options = {"on_env_error": "restart", "max_env_restarts": 2, "on_failure": "raise"}
+    ignored = warnings.catch_warnings(action="ignore")
+    collector = collecting(kind, makers, **options)
+    with ignored, collector, pytest.raises(ArithmeticError, match="in the simulator") as caught:
+        collections.deque(collector, 0)
+    assert "max_env_restarts=2" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("setting", [{"on_env_error": "restart"}, {"on_failure": "relaunch"}])
+def test_environments_without_rows_are_refused(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        MultiSyncCollector([Counting] * 2, frames_per_batch=8, inference="central", **setting)
+
+
+@pytest.mark.parametrize("kind", ["central", "central async"])
+def test_a_soak_finds_no_wrong_frame(kind):
+    figures = soak.run(kind, 3.0, seed=1)
+    assert figures["relaunches"]
+    assert figures["frames"]
