@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -29,7 +30,7 @@ from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
-from gleanrl.collectors.states import read_from, restore, save_to, state_of
+from gleanrl.collectors.states import check_saves, read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -401,7 +402,12 @@ class BaseCollector(Controls, IterableDataset[Any]):
         return state_of(self.collection, allow_pickle)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        *,
+        allow_pickle: bool = False,
+        environments: bool = True,
     ) -> None:
         """Restore a state from `state_dict`; the batches are then those of the other collector.
 
@@ -412,19 +418,34 @@ class BaseCollector(Controls, IterableDataset[Any]):
             state_dict: The state.
             strict: Whether all entries must be there.
             allow_pickle: Unpickle objects of environments, which can run any code.
+            environments: With ``False`` the state may be that of any number of workers and
+                environments. All environments begin new episodes, with random streams and
+                trajectory ids that the state has not used. Every worker gets the newest policy of
+                the state. Counts of frames, batches and episodes, versions, statistics and the
+                rest of ``init_random_frames`` continue. Partial trajectories and undelivered
+                rollouts are left out.
 
         Raises:
             ConfigError: the state of another number of workers.
             KeyError: ``strict`` and an entry is missing.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
-        why = restore(self.collection, state_dict, strict, allow_pickle)
+        options = {"allow_pickle": allow_pickle, "environments": environments}
+        self._restore(state_dict, strict, **options)
+
+    def _restore(self, state_dict: Mapping[str, Any], strict: bool, **options: Any) -> None:
+        why = restore(self.collection, state_dict, strict, **options)
         if why is not None and self._worker_idx is None:  # else the outer one says so
             warn(why)
 
     @for_users
     def save(
-        self, path: str | os.PathLike[str], *, keep: int = 1, allow_pickle: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replay_buffer: bool = False,
+        keep: int = 1,
+        allow_pickle: bool = False,
     ) -> None:
         """Write the `state_dict` to a file, without pickle.
 
@@ -432,11 +453,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
         numbers, strings and tensors, and a checksum.
 
         Args:
-            path: The file.
-            keep: The number of files to keep: earlier ones are ``path.1``, ``path.2`` and so on.
+            path: The file; with ``replay_buffer=True`` a directory.
+            replay_buffer: Write the replay buffer as well, of the same moment. The collector
+                collects nothing meanwhile, also in the background.
+            keep: The number of states to keep: earlier ones are ``path.1``, ``path.2`` and so on;
+                in a directory ``path/state.1``, ``path/state.2``, each with its buffer.
             allow_pickle: Pickle objects of environments that cannot be saved in another way.
 
         Raises:
+            ConfigError: there is no replay buffer of tensors to write.
             NeedsPickle: names such an object. Nothing was written.
             OSError: the disk is full. Earlier files stay.
 
@@ -454,28 +479,42 @@ class BaseCollector(Controls, IterableDataset[Any]):
             100
         """
         keep = check_int("keep", keep, least=1)
-        state = self.state_dict(allow_pickle=allow_pickle)
-        save_to(self.collection, Path(path), type(self).__name__, state, keep)
+        buffer = check_saves(self.replay_buffer) if replay_buffer else None
+        state = partial(self.state_dict, allow_pickle=allow_pickle)
+        save_to(self.collection, Path(path), type(self).__name__, state, keep, buffer)
 
     @for_users
     def load(
-        self, path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        environments: bool = True,
     ) -> None:
         """Continue from a file of `save`; see `load_state_dict`.
 
+        If the file was saved with its replay buffer, the rows of this collector's buffer are
+        replaced.
+
         Args:
-            path: The file.
+            path: The file, or the directory.
             strict: Whether all entries must be there.
             allow_pickle: Unpickle objects of environments, which can run any code.
+            environments: Whether environments continue; else their number may be another.
 
         Raises:
             ConfigError: no such file, a damaged one, one of a later version or of another number of
-                workers, or one with pickled objects, which are not allowed. Nothing was loaded.
+                workers, or one with pickled objects, which are not allowed; or the replay buffer
+                does not fit. Nothing was loaded.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
+        options: dict[str, Any] = {"allow_pickle": allow_pickle, "environments": environments}
         name = type(self).__name__
-        state = read_from(self.collection, Path(path), name, allow_pickle)
-        self.load_state_dict(state, strict, allow_pickle=allow_pickle)
+        state, folder = read_from(self.collection, Path(path), name, **options)
+        if folder is not None:
+            options["load_buffer"] = partial(check_saves(self.replay_buffer).loads, folder)
+        self._restore(state, strict, **options)
 
     # -- what it shows ---------------------------------------------------------------------------
 
