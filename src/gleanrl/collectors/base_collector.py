@@ -29,6 +29,7 @@ from gleanrl.collectors.collection import Collection
 from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
+from gleanrl.collectors.preemption import Preemption
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
 from gleanrl.collectors.states import check_saves, read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
@@ -39,6 +40,7 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users
 from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.watch.watching import Watching
 
 
@@ -95,6 +97,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     collection: Collection
     """The running collection: batches, weights, hooks and counters; for GleanRL's own parts."""
     _watching: Watching
+    _preemption: Preemption | None = None
     _reader: _Reader | None = None
     """The newest iterator."""
     _warned_of_readers = False
@@ -114,6 +117,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         arguments, name = self._arguments, type(self).__name__
         self._worker_idx, self.replay_buffer = arguments["worker_idx"], arguments["replay_buffer"]
+        if arguments["preemption_path"] is not None and isinstance(
+            self.replay_buffer, ReplayBuffer
+        ):
+            check_saves(self.replay_buffer)
         self.storing_device = plan.storing_device
         self.policy_device, self.env_device = plan.policy_device, plan.env_device
         self.exploration_type, self.interruptor = plan.exploration, plan.interruptor
@@ -147,6 +154,22 @@ class BaseCollector(Controls, IterableDataset[Any]):
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._background.end, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, collection.budget, collection.status)
+        if arguments["preemption_path"] is not None:
+            self._preemption = self._handle_sigterm()
+            weakref.finalize(self, self._preemption.end)
+
+    def _handle_sigterm(self) -> Preemption:
+        path = os.path.abspath(self._arguments["preemption_path"])
+        with_buffer = isinstance(self.replay_buffer, ReplayBuffer)
+        reference = weakref.ref(self)  # a handler must not keep the collector
+
+        def save() -> None:
+            collector = reference()
+            if collector is not None:
+                collector.save(path, replay_buffer=with_buffer)
+
+        running = self._background.is_running
+        return Preemption(self._arguments["grace"], save, self._engine.turn, running)
 
     def _env_to_record(self) -> Any:
         """Return the environment to record, ``None`` if workers make it by a function."""
@@ -209,6 +232,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         while True:
             with engine.turn(None):
                 self._background.check_not_running()
+                self._end_if_preempted()
                 while not collection.ready:
                     if collection.budget.exhausted:
                         return
@@ -220,6 +244,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 held = [collection.ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
+
+    def _end_if_preempted(self) -> None:
+        if self._preemption is not None and self._preemption.told:
+            self._preemption.reached()
 
     def _close_after(self, err: BaseException) -> None:
         """Close the collector without waiting for a worker that hangs."""
@@ -249,6 +277,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         with self._engine.turn(None):
             self._background.check_not_running()
+            self._end_if_preempted()
             try:
                 return self.collection.unprocessed()
             except BaseException as err:
@@ -618,7 +647,9 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 ``True``, because their environments end with their process.
             raise_on_error: Raise the exception of an environment's ``close``.
         """
-        plan = self.collection.plan
+        plan, preemption = self.collection.plan, self._preemption
+        if preemption is not None and self._engine.failure is None and not self.closed:
+            preemption.save_once()
         in_process = (plan.in_process and not plan.central) or self._engine.set_aside is not None
         if not (close_env or in_process):
             raise RuntimeError(
@@ -640,6 +671,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
+        if preemption is not None:
+            preemption.end(raise_on_error)
 
 
 class _Threads:
