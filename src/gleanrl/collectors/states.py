@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
 from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
@@ -208,16 +209,56 @@ def restore(
         strict: Whether all entries must be there.
         allow_pickle: Whether parts of environments may be unpickled.
         environments: Whether environments continue; else they begin anew, as many as there are.
-        load_buffer: Called when nothing was changed yet, and no rollout is under way.
+        load_buffer: Called at the end; if it raises, nothing was loaded.
 
     Returns:
         Which environments begin new episodes, and why; ``None`` if all continue theirs.
 
     Raises:
-        ConfigError: the state of another number of workers.
+        ConfigError: the state of another number of workers, or of something else.
         KeyError: ``strict`` and an entry is missing.
-        WeightsError: the policy's weights do not fit; nothing was loaded.
+        WeightsError: the policy's weights do not fit.
+
+        Nothing was loaded then.
     """
+    with collection.engine.turn(None):
+        parts = _read(collection, state_dict, strict, allow_pickle, environments)
+        before = state_of(collection)
+        try:
+            restarted = _apply(collection, parts)
+            load_buffer()
+        except (ClosedError, WorkerDied, CollectorTimeout):  # the collector has no state any more
+            raise
+        except Exception as err:
+            _apply(collection, _read(collection, before, False, False))
+            if isinstance(err, ConfigError):
+                raise
+            why = f"{type(err).__name__}: {err}"
+            raise ConfigError(f"this is no state of such a collector ({why:.200})") from err
+        collection.restarted = restarted if environments else _ALL_BEGIN_ANEW
+        return collection.restarted
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a state that fits a collector."""
+
+    state: Mapping[str, Any]
+    entries: list[Any]
+    """Of each worker."""
+    policies: dict[int, tuple[Mapping[str, Any], int]]
+    """Weights and version of each worker."""
+    commands: dict[int, m.Command]
+
+
+def _read(
+    collection: Collection,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    allow_pickle: bool,
+    environments: bool = True,
+) -> _Parts:
+    """Read and check a state; nothing changes."""
     engine, weights = collection.engine, collection.weights
     if not environments:
         state_dict = _without_environments(state_dict, engine)
@@ -230,28 +271,29 @@ def restore(
             commands[worker] = _restoring(collection, worker, entry, strict, allow_pickle)
             version = int(entry["worker"]["policy_version"])
         policies[worker] = entry.get("policy_state_dict") or {}, version
-    with engine.turn(None):
-        frames = int(state_dict.get("frames", collection.budget.delivered))
-        batches = int(state_dict.get("iter", collection.batches))
-        weights.models.check_restore(state for state, _ in policies.values())
-        undelivered = list(map(_rollout, state_dict.get("undelivered", ())))
-        collection.finish_filling()
-        load_buffer()
-        _number_lives(engine, entries)
-        answers = collection.restart(commands)
-        weights.restore(policies)
-        weights.load_schedule(state_dict.get("schedule"))
-        collection.budget.delivered, collection.batches = frames, batches
-        engine.gather.take_back(undelivered, collection.budget)
-        if "trajectories" in state_dict:
-            collection.pipeline.load_state(state_dict["trajectories"])
-        if "ledger" in state_dict:
-            collection.load_ledger(state_dict["ledger"])
-        collection.ready.extend(load_state(None, one) for one in state_dict.get("ready", ()))
-        collection.watching.load_state_dict(state_dict.get("statistics"), frames)
-        collection.renew_seeds({})  # streams are those of the state now
-        collection.restarted = _restarted(engine, answers) if environments else _ALL_BEGIN_ANEW
-        return collection.restarted
+    weights.models.check_restore(state for state, _ in policies.values())
+    return _Parts(state_dict, entries, policies, commands)
+
+
+def _apply(collection: Collection, parts: _Parts) -> str | None:
+    """Take over a state; return which environments begin new episodes, and why."""
+    engine, weights, state = collection.engine, collection.weights, parts.state
+    frames = int(state.get("frames", collection.budget.delivered))
+    _number_lives(engine, parts.entries)
+    answers = collection.restart(parts.commands)
+    weights.restore(parts.policies)
+    weights.load_schedule(state.get("schedule"))
+    collection.budget.delivered = frames
+    collection.batches = int(state.get("iter", collection.batches))
+    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.budget)
+    if "trajectories" in state:
+        collection.pipeline.load_state(state["trajectories"])
+    if "ledger" in state:
+        collection.load_ledger(state["ledger"])
+    collection.ready.extend(load_state(None, one) for one in state.get("ready", ()))
+    collection.watching.load_state_dict(state.get("statistics"), frames)
+    collection.renew_seeds({})  # streams are those of the state now
+    return _restarted(engine, answers)
 
 
 def _without_environments(state_dict: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
