@@ -35,7 +35,7 @@ OF_ALL = (
     "ledger",
 )
 """Entries that are not those of one worker."""
-_OF_ANY_NUMBER = ("frames", "iter", "statistics", "schedule", "ready", "ledger")
+_OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
 _ALL_BEGIN_ANEW = (
     "environments=False: all environments begin new episodes, with new random streams; partial "
@@ -314,6 +314,8 @@ def _without_environments(state_dict: Mapping[str, Any], engine: Engine) -> dict
         "lost": True,
     }
     kept = {name: state_dict[name] for name in _OF_ANY_NUMBER if name in state_dict}
+    if state_dict.get("statistics"):
+        kept["statistics"] = [state_dict["statistics"][0][:2]]  # episodes of all workers
     if "ledger" in kept and "trajectories" in state_dict:
         unfinished = kept["ledger"]["unfinished"] + frames_held(state_dict["trajectories"])
         kept["ledger"] = {**kept["ledger"], "unfinished": unfinished}
