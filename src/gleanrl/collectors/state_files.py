@@ -16,8 +16,9 @@ import struct
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -129,7 +130,7 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
         ConfigError: it is no such file, damaged, or of a later version.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file, _explained(path):
+    with _explained(path), tensor_files.open_regular(path) as file:
         size, checksum, text = _read_text(path, file)
         data = bytearray(size - len(text))
         file.readinto(data)
@@ -153,12 +154,12 @@ def read_facts(path: Path) -> dict[str, Any]:
         ConfigError: it is no such file.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file, _explained(path):
+    with _explained(path), tensor_files.open_regular(path) as file:
         described = json.loads(_read_text(path, file)[2])
         return {name: described[name] for name in _FACTS}
 
 
-def _read_text(path: Path, file: BinaryIO) -> tuple[int, int, bytes]:
+def _read_text(path: Path, file: BufferedReader) -> tuple[int, int, bytes]:
     """Read as far as the description; return the bytes to check, their checksum and its text."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise ConfigError(f"{path} is no state of a collector: save() did not write it")
