@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import struct
 import sys
 import tempfile
@@ -31,8 +32,11 @@ from tensordict import TensorDict
 
 import gleanrl
 from gleanrl.collectors import state_files
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
+from gleanrl.transport import handshake
+from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
 DEADLINE_S = 20
@@ -99,6 +103,8 @@ def make_all(folder: Path) -> None:
         buffer = make()
         _fill(buffer)
         buffer.dumps(folder / f"buffer {name}")
+    (folder / "greeting").mkdir()
+    (folder / "greeting" / "said").write_bytes(bytes(range(1, 69)))
     with _collector(_buffers()["rows"]()) as collector:
         collector.next()
         (folder / "state").mkdir()
@@ -111,6 +117,20 @@ def make_all(folder: Path) -> None:
     shutil.copytree(folder / "open", folder / "dataset-killed-v0")
     recorder.close()
     shutil.rmtree(folder / "open")
+
+
+def _greet(path: Path) -> str:
+    """Say to a learner, as a node, what is at ``path``; it must be refused."""
+    said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
+    learner, stranger = socket.socketpair()
+    with learner, stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        try:
+            handshake.admit(learner, b"x" * 32, 1.0, Deadline(5.0))
+        except HandshakeError as err:
+            return f"refused ({err})"
+    raise AssertionError("a stranger was let in")
 
 
 def _collector(buffer: gleanrl.ReplayBuffer) -> gleanrl.Collector:
@@ -184,6 +204,8 @@ def read(path: Path, chance: random.Random) -> str:
         except GleanError as err:
             return f"read, not converted ({type(err).__name__})"
         return "read, converted"
+    if path.name == "greeting":
+        return _greet(path / "said")
     if path.name.startswith("state"):
         return _read_state(path / "state" if path.name == "state" else path, chance)
     make = _buffers()[path.name.removeprefix("buffer ")]

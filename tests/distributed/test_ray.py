@@ -233,7 +233,7 @@ def test_actors_give_what_inline_workers_give_through_updates_and_restores(make)
 
     stats = remote.stats("both")
     assert stats["workers_alive"] == 2
-    assert stats["worker_1/frames"] == 21 * 48
+    assert stats["worker_1/frames"] == 22 * 48
     assert remote.get_distant_attr("policy_version") == [20, 20]
     assert len(remote.cascade_execute("policy.module.weight.tolist")) == 2
     kept = remote.next()

@@ -144,6 +144,8 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
                 f"version {_VERSION}: load it with GleanRL {library!r:.40}"
             )
         state = _Reader(described["tensors"], data).value(described["state"])
+        if not isinstance(state, dict):
+            raise TypeError("its state has no entries")
         return {name: described[name] for name in _FACTS}, state
 
 

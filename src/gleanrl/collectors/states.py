@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
 from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
@@ -147,7 +148,7 @@ def read_from(
             f"this is a {name} with {workers}: pass environments=False to load all but the "
             "environments, which begin new episodes"
         )
-    return dict(state), buffer
+    return state, buffer
 
 
 def _new_episodes(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -222,7 +223,8 @@ def restore(
         Nothing was loaded then.
     """
     with collection.engine.turn(None):
-        parts = _read(collection, state_dict, strict, allow_pickle, environments)
+        with _explained():
+            parts = _read(collection, state_dict, strict, allow_pickle, environments)
         before = state_of(collection)
         try:
             restarted = _apply(collection, parts)
@@ -231,12 +233,22 @@ def restore(
             raise
         except Exception as err:
             _apply(collection, _read(collection, before, False, False))
-            if isinstance(err, ConfigError):
+            with _explained():
                 raise
-            why = f"{type(err).__name__}: {err}"
-            raise ConfigError(f"this is no state of such a collector ({why:.200})") from err
         collection.restarted = restarted if environments else _ALL_BEGIN_ANEW
         return collection.restarted
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a state can cause into a `ConfigError`."""
+    try:
+        yield
+    except (ConfigError, WeightsError, KeyError):
+        raise
+    except Exception as err:  # a state may come from anyone
+        why = f"{type(err).__name__}: {err}"
+        raise ConfigError(f"this is no state of such a collector ({why:.200})") from err
 
 
 @dataclass(frozen=True, slots=True)
