@@ -231,7 +231,7 @@ def restore(
             load_buffer()
         except (ClosedError, WorkerDied, CollectorTimeout):  # the collector has no state any more
             raise
-        except Exception as err:
+        except Exception:
             _apply(collection, _read(collection, before, False, False))
             with _explained():
                 raise
