@@ -124,7 +124,7 @@ def _greet(path: Path) -> str:
     said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
     learner, stranger = socket.socketpair()
     with learner, stranger:
-        stranger.sendall(said)
+        stranger.sendall(said[:4096])
         stranger.shutdown(socket.SHUT_WR)
         try:
             handshake.admit(learner, b"x" * 32, 1.0, Deadline(5.0))
