@@ -43,6 +43,8 @@ DEADLINE_S = 20
 MOST_GROWTH_KB = 512 << 10
 _ENVS, _STEPS = 2, 12
 _SPARSE = 3 << 30
+_SEALED = "sealed"
+"""A file beside a state whose checksum fits nonsense, which environments then get."""
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -121,7 +123,9 @@ def make_all(folder: Path) -> None:
 
 def _greet(path: Path) -> str:
     """Say to a learner, as a node, what is at ``path``; it must be refused."""
-    said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
+    said = b""
+    with contextlib.suppress(OSError):
+        said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
     learner, stranger = socket.socketpair()
     with learner, stranger:
         stranger.sendall(said[:4096])
@@ -152,6 +156,10 @@ def _read_state(path: Path, chance: random.Random) -> str:
             assert _contents(buffer) == rows, "a load that failed changed the buffer"
             collector.next()
             return f"refused ({type(err).__name__})"
+        except Exception as err:
+            if not (path if path.is_dir() else path.parent).joinpath(_SEALED).exists():
+                raise
+            return f"read, and an environment raised ({type(err).__name__})"
         with contextlib.suppress(Exception):  # it is complete; environments may get nonsense by it
             collector.next()
     return "read"
@@ -320,6 +328,7 @@ def _seal(path: Path, chance: random.Random) -> None:
     length += len(body) - (len(data) - start)
     head = state_files._HEAD.pack(len(body), zlib.crc32(body), length)
     path.write_bytes(state_files._MAGIC + head + body)
+    path.with_name(_SEALED).touch()
 
 
 def _kind(path: Path, chance: random.Random) -> None:
