@@ -156,10 +156,6 @@ def _read_state(path: Path, chance: random.Random) -> str:
             assert _contents(buffer) == rows, "a load that failed changed the buffer"
             collector.next()
             return f"refused ({type(err).__name__})"
-        except Exception as err:
-            if not (path if path.is_dir() else path.parent).joinpath(_SEALED).exists():
-                raise
-            return f"read, and an environment raised ({type(err).__name__})"
         with contextlib.suppress(Exception):  # it is complete; environments may get nonsense by it
             collector.next()
     return "read"
@@ -215,7 +211,14 @@ def read(path: Path, chance: random.Random) -> str:
     if path.name == "greeting":
         return _greet(path / "said")
     if path.name.startswith("state"):
-        return _read_state(path / "state" if path.name == "state" else path, chance)
+        try:
+            return _read_state(path / "state" if path.name == "state" else path, chance)
+        except AssertionError:
+            raise
+        except Exception as err:
+            if not (path / _SEALED).exists():
+                raise
+            return f"read, and an environment raised ({type(err).__name__})"
     make = _buffers()[path.name.removeprefix("buffer ")]
     result, other = _load(make(), path), make()
     _fill(other)
