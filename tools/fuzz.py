@@ -1,10 +1,10 @@
-"""Damages saved replay buffers and datasets, and watches how they are read.
+"""Damages states of collectors, replay buffers and datasets, and watches how they are read.
 
 ``python -m tools.fuzz --cases 2000 --seed 0`` makes one of each kind, and damages a copy in one to
 three ways for every case. A process of its own reads it. That process must end within the deadline
 and must need little memory. It either reads data, or raises a named error of the library; then the
-buffer that it was to be loaded into is unchanged. The same number is the same damage: ``--only N``
-repeats one.
+collector or buffer that it was to be loaded into is unchanged. The same number is the same damage:
+``--only N`` repeats one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import os
 import random
 import resource
 import shutil
+import socket
+import struct
 import sys
 import tempfile
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,14 +31,20 @@ import torch
 from tensordict import TensorDict
 
 import gleanrl
+from gleanrl.collectors import state_files
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
+from gleanrl.transport import handshake
+from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
 DEADLINE_S = 20
 MOST_GROWTH_KB = 512 << 10
 _ENVS, _STEPS = 2, 12
 _SPARSE = 3 << 30
+_SEALED = "sealed"
+"""A file beside a state whose checksum fits nonsense, which environments then get."""
 
 
 # -- what is read ----------------------------------------------------------------------------------
@@ -95,6 +105,13 @@ def make_all(folder: Path) -> None:
         buffer = make()
         _fill(buffer)
         buffer.dumps(folder / f"buffer {name}")
+    (folder / "greeting").mkdir()
+    (folder / "greeting" / "said").write_bytes(bytes(range(1, 69)))
+    with _collector(_buffers()["rows"]()) as collector:
+        collector.next()
+        (folder / "state").mkdir()
+        collector.save(folder / "state" / "state", keep=2)
+        collector.save(folder / "state both", replay_buffer=True)
     for format in ("tensordict", "parquet", "minari"):
         _record(folder / f"dataset-{format}-v0", format)
     recorder = gleanrl.Recorder(folder / "open")  # what a killed process leaves
@@ -102,6 +119,55 @@ def make_all(folder: Path) -> None:
     shutil.copytree(folder / "open", folder / "dataset-killed-v0")
     recorder.close()
     shutil.rmtree(folder / "open")
+
+
+def _greet(path: Path) -> str:
+    """Say to a learner, as a node, what is at ``path``; it must be refused."""
+    said = b""
+    with contextlib.suppress(OSError):
+        said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
+    learner, stranger = socket.socketpair()
+    with learner, stranger:
+        stranger.sendall(said[:4096])
+        stranger.shutdown(socket.SHUT_WR)
+        try:
+            handshake.admit(learner, b"x" * 32, 1.0, Deadline(5.0))
+        except HandshakeError as err:
+            return f"refused ({err})"
+    raise AssertionError("a stranger was let in")
+
+
+def _collector(buffer: gleanrl.ReplayBuffer) -> gleanrl.Collector:
+    return gleanrl.Collector("CartPole-v1", num_envs=2, frames_per_batch=8, replay_buffer=buffer)
+
+
+def _read_state(path: Path, chance: random.Random) -> str:
+    """Load a collector's state; it must be refused, and then change nothing, or be complete."""
+    buffer = _buffers()["rows"]()
+    warnings.simplefilter("ignore")
+    with _collector(buffer) as collector:
+        collector.set_seed(5)
+        collector.next()
+        before, rows = _plain(collector.state_dict()), _contents(buffer)
+        try:
+            collector.load(path, environments=chance.random() < 0.8)
+        except (GleanError, OSError, KeyError) as err:
+            assert _plain(collector.state_dict()) == before, "a load that failed changed something"
+            assert _contents(buffer) == rows, "a load that failed changed the buffer"
+            collector.next()
+            return f"refused ({type(err).__name__})"
+        with contextlib.suppress(Exception):  # it is complete; environments may get nonsense by it
+            collector.next()
+    return "read"
+
+
+def _plain(value: Any) -> Any:
+    """Return all of a state as text, to be compared."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
 def _contents(buffer: gleanrl.ReplayBuffer) -> list[Any]:
@@ -142,6 +208,17 @@ def read(path: Path, chance: random.Random) -> str:
         except GleanError as err:
             return f"read, not converted ({type(err).__name__})"
         return "read, converted"
+    if path.name == "greeting":
+        return _greet(path / "said")
+    if path.name.startswith("state"):
+        try:
+            return _read_state(path / "state" if path.name == "state" else path, chance)
+        except AssertionError:
+            raise
+        except Exception as err:
+            if not (path / _SEALED).exists():
+                raise
+            return f"read, and an environment raised ({type(err).__name__})"
     make = _buffers()[path.name.removeprefix("buffer ")]
     result, other = _load(make(), path), make()
     _fill(other)
@@ -239,6 +316,24 @@ def _bytes(path: Path, chance: random.Random) -> None:
     path.write_bytes(data)
 
 
+def _seal(path: Path, chance: random.Random) -> None:
+    """Change the description of a collector's state, and have its checksum fit."""
+    data = path.read_bytes()
+    start = len(state_files._MAGIC) + state_files._HEAD.size
+    *_, length = state_files._HEAD.unpack(data[len(state_files._MAGIC) : start])
+    draft = path.with_name("description.json")
+    draft.write_bytes(data[start : start + length])
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        _json(draft, chance)
+    text = draft.read_bytes()
+    draft.unlink()
+    body = text + b" " * (-(start + len(text)) % 64) + data[start + length :]
+    length += len(body) - (len(data) - start)
+    head = state_files._HEAD.pack(len(body), zlib.crc32(body), length)
+    path.write_bytes(state_files._MAGIC + head + body)
+    path.with_name(_SEALED).touch()
+
+
 def _kind(path: Path, chance: random.Random) -> None:
     """Put something else than a file in the place of one."""
     what = chance.choice(["fifo", "device", "circle", "outside", "folder", "sparse", "gone"])
@@ -279,8 +374,11 @@ def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
             _kind(path, chance)
         else:
             try:
+                if path.name == "state" and chance.random() < 0.7:
+                    _seal(path, chance)
+                    continue
                 (_json if what == "json" and path.suffix == ".json" else _bytes)(path, chance)
-            except (ValueError, LookupError, RecursionError, TypeError):
+            except (ValueError, LookupError, RecursionError, TypeError, struct.error):
                 _bytes(path, chance)  # it was damaged before
 
 

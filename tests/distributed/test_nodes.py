@@ -14,6 +14,7 @@ import pytest
 import rig
 import torch
 from node_rig import addresses_listened_on, nodes, run_learner
+from resume_rig import Numbers, check_each_frame_once, check_law, policy_of
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
 
@@ -150,6 +151,19 @@ def test_endless_seeds_and_states():
         assert set(other.next()["seen"].flatten().tolist()) == {0.0}
         with pytest.raises(ConfigError, match="1 workers, here are 2"):
             other.load_state_dict({k: v for k, v in state.items() if k != "worker1"})
+
+
+def test_nodes_continue_bit_for_bit():
+    def build():
+        policy = policy_of("cartpole")
+        return nodes("CartPole-v1", "CartPole-v1", policy=policy, per_node=30, sync=True)
+
+    check_law(build)
+
+
+def test_asynchronous_nodes_deliver_each_frame_once_after_a_load():
+    policy = policy_of("numbers")
+    check_each_frame_once(lambda: nodes(Numbers, Numbers, policy=policy, per_node=10))
 
 
 # -- weights ---------------------------------------------------------------------------------------

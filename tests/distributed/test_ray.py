@@ -12,6 +12,7 @@ import pytest
 import rig
 import torch
 import warm
+from resume_rig import Numbers, check_each_frame_once, policy_of
 from tensordict.nn import TensorDictModule
 
 from gleanrl import (
@@ -148,6 +149,13 @@ def make():
         assert collector.remote_collectors == []
 
 
+def test_asynchronous_actors_deliver_each_frame_once_after_a_load():
+    policy, options = policy_of("numbers"), {"remote_configs": {"num_cpus": 0}, **PATIENT}
+    check_each_frame_once(
+        lambda: RayCollector([Numbers, Numbers], policy, frames_per_batch=10, **options)
+    )
+
+
 def collect(collector, batches):
     for _ in range(batches):
         collector.next()
@@ -214,24 +222,24 @@ def test_actors_give_what_inline_workers_give_through_updates_and_restores(make)
             with torch.no_grad():
                 policy.module.weight[2] = number + 1
             collector.update_policy_weights_()
-    assert ended
+    assert ended  # and a state continues with its weights, bit for bit
     state = remote.state_dict()
     assert state["worker1"]["policy_state_dict"]["module.weight"][2] == 20
-    local.load_state_dict(state)
-    remote.load_state_dict(state)
-    assert (remote.next() == local.next()).all()
+    expected = remote.next().clone()
+    for collector in (local, remote):
+        collector.load_state_dict(state)
+        assert (collector.next() == expected).all()
     local.shutdown()
 
     stats = remote.stats("both")
     assert stats["workers_alive"] == 2
-    assert stats["worker_1/frames"] == 21 * 48
+    assert stats["worker_1/frames"] == 22 * 48
     assert remote.get_distant_attr("policy_version") == [20, 20]
     assert len(remote.cascade_execute("policy.module.weight.tolist")) == 2
     kept = remote.next()
     copy = kept.clone()
     collect(remote, 4)
     assert (kept == copy).all()
-    remote.shutdown()
     remote.shutdown()
     assert (kept == copy).all()
     with pytest.raises(ClosedError, match="shut down"):

@@ -4,6 +4,7 @@ import io
 import warnings
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -132,6 +133,27 @@ def policy_of(kind, recurrent=False):
     return TensorDictModule(act, ["observation"], ["action"])
 
 
+class Numbers(gym.Env):
+    """Shows how many steps it has taken, over all episodes."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.steps = 0
+
+    def shown(self):
+        return np.array([self.steps], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.shown(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.shown(), 0.0, self.steps % 7 == 0, False, {}
+
+
 class Odd(gym.Wrapper):
     """Keeps something that can only be pickled."""
 
@@ -194,3 +216,26 @@ def check_law(build, before=BEFORE):
         found = take(other, AFTER)
         assert all(map(same, found, expected))
         assert statistics(other) == pytest.approx(stats, nan_ok=True)
+
+
+def check_each_frame_once(build):
+    """Check that two asynchronous workers of `Numbers` continue without gap or repetition."""
+    found = {0: [], 1: []}
+
+    def note(batches):
+        for batch in batches:
+            env = int(batch["collector", "traj_ids"].flatten()[0]) % 2
+            found[env] += batch["observation"].flatten().int().tolist()
+
+    with build() as collector:
+        note(take(collector, 7))
+        state = through_a_file(collector.state_dict())
+        frames = collector.stats()["frames"]
+    with build() as other:
+        other.load_state_dict(state)
+        assert other.stats()["frames"] == frames == 70
+        note(take(other, 12))
+        assert other.stats()["frames"] == 190
+    for env, own in found.items():
+        assert own == list(range(len(own))), f"environment {env}"
+        assert len(own) > 20

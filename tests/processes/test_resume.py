@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from resume_rig import (
@@ -13,8 +12,10 @@ from resume_rig import (
     BEFORE,
     ENVS,
     VECTOR,
+    Numbers,
     Odd,
     Walk,
+    check_each_frame_once,
     check_law,
     make,
     policy_of,
@@ -125,27 +126,6 @@ def test_a_new_process_continues(tmp_path):
 # -- asynchronously, each frame once ---------------------------------------------------------------
 
 
-class Numbers(gym.Env):
-    """Shows how many steps it has taken, over all episodes."""
-
-    observation_space = gym.spaces.Box(0, 1e6, (1,))
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self):
-        self.steps = 0
-
-    def shown(self):
-        return np.array([self.steps], np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.shown(), {}
-
-    def step(self, action):
-        self.steps += 1
-        return self.shown(), 0.0, self.steps % 7 == 0, False, {}
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"inference": "central"}, {"inference": "central", "policy_process": False}],
@@ -157,25 +137,7 @@ def test_asynchronous_collectors_deliver_each_frame_once(kwargs):
             Numbers, policy_of("numbers"), num_workers=2, frames_per_batch=10, **kwargs
         )
 
-    def numbers(batches):
-        found = {0: [], 1: []}
-        for batch in batches:
-            env = int(batch["collector", "traj_ids"].flatten()[0]) % 2
-            found[env] += batch["observation"].flatten().int().tolist()
-        return found
-
-    with build() as collector:
-        before = take(collector, 7)
-        state = through_a_file(collector.state_dict())
-        frames = collector.stats()["frames"]
-    with build() as other:
-        other.load_state_dict(state)
-        assert other.stats()["frames"] == frames == 70
-        after = take(other, 12)
-        assert other.stats()["frames"] == 190
-    for env, own in numbers([*before, *after]).items():
-        assert own == list(range(len(own))), f"environment {env}"
-        assert len(own) > 20
+    check_each_frame_once(build)
 
 
 def test_workers_that_fill_a_buffer_keep_their_trajectories():

@@ -189,6 +189,8 @@ EXCUSED = {
     "compile_policy": "compiling takes seconds; tests/unit/test_policies_equal.py has it",
     "cudagraph_policy": "needs a CUDA device",
     "weight_recv_schemes": "concerns collectors inside workers, tests/processes/test_nested.py",
+    "preemption_path": "ends the process, tests/processes/test_preemption.py",
+    "grace": "belongs to preemption_path",
     "inference": "tests/processes/test_central.py compares it with one process",
     "env_groups": "is for central inference, tests/processes/test_central.py",
     **dict.fromkeys(

@@ -19,6 +19,7 @@ from gleanrl.collectors.multi import (
     MultiCollector,
     MultiSyncCollector,
 )
+from gleanrl.collectors.preemption import Preempted
 from gleanrl.collectors.utils import split_trajectories
 from gleanrl.collectors.weight_update import (
     MultiProcessedWeightUpdater,
@@ -78,6 +79,7 @@ __all__ = [
     "MultiaSyncDataCollector",
     "NoWeightSyncScheme",
     "PolicyVersion",
+    "Preempted",
     "ProfileConfig",
     "RPCCollector",
     "RPCDataCollector",

@@ -205,7 +205,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "``resources``, ``scheduling_strategy``, ``runtime_env``, …, or a list with one mapping "
         "per actor.",
     },
-    "Hooks, progress, logs": {
+    "Hooks, progress, logs, signals": {
         "pre_collect_hook": "Called before each batch is collected; in every worker, before each "
         "of its rollouts.",
         "post_collect_hook": "Called with each batch before it is delivered. A worker calls it "
@@ -219,6 +219,13 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "``stats()`` after each batch. `CSVLogger`, `TensorBoardLogger` and `WandbLogger` are "
         "closed with the collector. A logger that raises is not called again, and a warning says "
         "so.",
+        "preemption_path": "Where SIGTERM has the collector save its state, with its replay buffer "
+        "if that is a `ReplayBuffer`, before the next batch; then `Preempted` ends the program, "
+        "with exit code 143. The collector handles the signal from its construction to its "
+        "`shutdown`, and calls the handler from before after the save.",
+        "grace": "Seconds from SIGTERM to the end of the process, for ``preemption_path``. If no "
+        "batch is requested within half of them, or if collection is in the background, the state "
+        "is saved while the program does something else, and `Preempted` is raised there.",
     },
     "Retired or without effect": {
         "exploration_mode": "Retired spelling of ``exploration_type``.",

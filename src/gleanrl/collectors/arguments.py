@@ -9,6 +9,7 @@ takes an argument. `read` completes what was given and checks types, `check` fin
 import functools
 import inspect
 import operator
+import os
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.argument_texts import by_topic, text_of
 from gleanrl.collectors.hooks import PostHook, PreHook
+from gleanrl.collectors.preemption import check_preemption
 from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
@@ -94,6 +96,8 @@ class CommonArguments(TypedDict, total=False):
     timeout: Annotated[float | None, None]
     progress: Annotated[bool | str, False]
     logger: Annotated[LogFunction | Sequence[LogFunction] | None, None]
+    preemption_path: Annotated[str | os.PathLike[str] | None, None]
+    grace: Annotated[float, 30.0]
 
 
 class _OnThisMachine(TypedDict, total=False):
@@ -381,6 +385,7 @@ _WORDS: Mapping[Any, str] = {
     Callable: "callable",
     Mapping: "a mapping",
     Sequence: "a list",
+    os.PathLike: "a path",
     InteractionType: "an ExplorationType, such as ExplorationType.MODE",
     Interruptor: "an Interruptor of gleanrl.collectors, whose flag workers share",
     PolicyVersion: "a PolicyVersion",
@@ -424,6 +429,9 @@ def check(arguments: Arguments) -> None:
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     seconds("start_timeout", arguments["start_timeout"])
+    seconds("grace", arguments["grace"])
+    if arguments["preemption_path"] is not None:
+        check_preemption(arguments["preemption_path"])
     if isinstance(makers := arguments["policy_factory"], Sequence):
         check_callables(**{f"policy_factory[{i}]": maker for i, maker in enumerate(makers)})
     for name in ("weight_sync_schemes", "weight_recv_schemes"):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -28,8 +29,9 @@ from gleanrl.collectors.collection import Collection
 from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
+from gleanrl.collectors.preemption import Preemption
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
-from gleanrl.collectors.states import read_from, restore, save_to, state_of
+from gleanrl.collectors.states import check_saves, read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -38,6 +40,7 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users
 from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
+from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.watch.watching import Watching
 
 
@@ -94,6 +97,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     collection: Collection
     """The running collection: batches, weights, hooks and counters; for GleanRL's own parts."""
     _watching: Watching
+    _preemption: Preemption | None = None
     _reader: _Reader | None = None
     """The newest iterator."""
     _warned_of_readers = False
@@ -113,6 +117,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         arguments, name = self._arguments, type(self).__name__
         self._worker_idx, self.replay_buffer = arguments["worker_idx"], arguments["replay_buffer"]
+        if arguments["preemption_path"] is not None and isinstance(
+            self.replay_buffer, ReplayBuffer
+        ):
+            check_saves(self.replay_buffer)
         self.storing_device = plan.storing_device
         self.policy_device, self.env_device = plan.policy_device, plan.env_device
         self.exploration_type, self.interruptor = plan.exploration, plan.interruptor
@@ -146,6 +154,22 @@ class BaseCollector(Controls, IterableDataset[Any]):
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._background.end, CLOSE_TIMEOUT_S)
         self._watching.begin(engine, collection.budget, collection.status)
+        if arguments["preemption_path"] is not None:
+            self._preemption = self._handle_sigterm()
+            weakref.finalize(self, self._preemption.end)
+
+    def _handle_sigterm(self) -> Preemption:
+        path = os.path.abspath(self._arguments["preemption_path"])
+        with_buffer = isinstance(self.replay_buffer, ReplayBuffer)
+        reference = weakref.ref(self)  # a handler must not keep the collector
+
+        def save() -> None:
+            collector = reference()
+            if collector is not None:
+                collector.save(path, replay_buffer=with_buffer)
+
+        running = self._background.is_running
+        return Preemption(self._arguments["grace"], save, self._engine.turn, running)
 
     def _env_to_record(self) -> Any:
         """Return the environment to record, ``None`` if workers make it by a function."""
@@ -208,6 +232,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         while True:
             with engine.turn(None):
                 self._background.check_not_running()
+                self._end_if_preempted()
                 while not collection.ready:
                     if collection.budget.exhausted:
                         return
@@ -219,6 +244,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 held = [collection.ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
+
+    def _end_if_preempted(self) -> None:
+        if self._preemption is not None and self._preemption.told:
+            self._preemption.reached()
 
     def _close_after(self, err: BaseException) -> None:
         """Close the collector without waiting for a worker that hangs."""
@@ -248,6 +277,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         with self._engine.turn(None):
             self._background.check_not_running()
+            self._end_if_preempted()
             try:
                 return self.collection.unprocessed()
             except BaseException as err:
@@ -401,7 +431,12 @@ class BaseCollector(Controls, IterableDataset[Any]):
         return state_of(self.collection, allow_pickle)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        *,
+        allow_pickle: bool = False,
+        environments: bool = True,
     ) -> None:
         """Restore a state from `state_dict`; the batches are then those of the other collector.
 
@@ -412,19 +447,34 @@ class BaseCollector(Controls, IterableDataset[Any]):
             state_dict: The state.
             strict: Whether all entries must be there.
             allow_pickle: Unpickle objects of environments, which can run any code.
+            environments: With ``False`` the state may be that of any number of workers and
+                environments. All environments begin new episodes, with random streams and
+                trajectory ids that the state has not used. Every worker gets the newest policy of
+                the state. Counts of frames, batches and episodes, versions, statistics and the
+                rest of ``init_random_frames`` continue. Partial trajectories and undelivered
+                rollouts are left out.
 
         Raises:
             ConfigError: the state of another number of workers.
             KeyError: ``strict`` and an entry is missing.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
-        why = restore(self.collection, state_dict, strict, allow_pickle)
+        options = {"allow_pickle": allow_pickle, "environments": environments}
+        self._restore(state_dict, strict, **options)
+
+    def _restore(self, state_dict: Mapping[str, Any], strict: bool, **options: Any) -> None:
+        why = restore(self.collection, state_dict, strict, **options)
         if why is not None and self._worker_idx is None:  # else the outer one says so
             warn(why)
 
     @for_users
     def save(
-        self, path: str | os.PathLike[str], *, keep: int = 1, allow_pickle: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        replay_buffer: bool = False,
+        keep: int = 1,
+        allow_pickle: bool = False,
     ) -> None:
         """Write the `state_dict` to a file, without pickle.
 
@@ -432,11 +482,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
         numbers, strings and tensors, and a checksum.
 
         Args:
-            path: The file.
-            keep: The number of files to keep: earlier ones are ``path.1``, ``path.2`` and so on.
+            path: The file; with ``replay_buffer=True`` a directory.
+            replay_buffer: Write the replay buffer as well, of the same moment. The collector
+                collects nothing meanwhile, also in the background.
+            keep: The number of states to keep: earlier ones are ``path.1``, ``path.2`` and so on;
+                in a directory ``path/state.1``, ``path/state.2``, each with its buffer.
             allow_pickle: Pickle objects of environments that cannot be saved in another way.
 
         Raises:
+            ConfigError: there is no replay buffer of tensors to write.
             NeedsPickle: names such an object. Nothing was written.
             OSError: the disk is full. Earlier files stay.
 
@@ -454,28 +508,42 @@ class BaseCollector(Controls, IterableDataset[Any]):
             100
         """
         keep = check_int("keep", keep, least=1)
-        state = self.state_dict(allow_pickle=allow_pickle)
-        save_to(self.collection, Path(path), type(self).__name__, state, keep)
+        buffer = check_saves(self.replay_buffer) if replay_buffer else None
+        state = partial(self.state_dict, allow_pickle=allow_pickle)
+        save_to(self.collection, Path(path), type(self).__name__, state, keep, buffer)
 
     @for_users
     def load(
-        self, path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        environments: bool = True,
     ) -> None:
         """Continue from a file of `save`; see `load_state_dict`.
 
+        If the file was saved with its replay buffer, the rows of this collector's buffer are
+        replaced.
+
         Args:
-            path: The file.
+            path: The file, or the directory.
             strict: Whether all entries must be there.
             allow_pickle: Unpickle objects of environments, which can run any code.
+            environments: Whether environments continue; else their number may be another.
 
         Raises:
             ConfigError: no such file, a damaged one, one of a later version or of another number of
-                workers, or one with pickled objects, which are not allowed. Nothing was loaded.
+                workers, or one with pickled objects, which are not allowed; or the replay buffer
+                does not fit. Nothing was loaded.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
+        options: dict[str, Any] = {"allow_pickle": allow_pickle, "environments": environments}
         name = type(self).__name__
-        state = read_from(self.collection, Path(path), name, allow_pickle)
-        self.load_state_dict(state, strict, allow_pickle=allow_pickle)
+        state, folder = read_from(self.collection, Path(path), name, **options)
+        if folder is not None:
+            options["load_buffer"] = partial(check_saves(self.replay_buffer).loads, folder)
+        self._restore(state, strict, **options)
 
     # -- what it shows ---------------------------------------------------------------------------
 
@@ -579,7 +647,9 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 ``True``, because their environments end with their process.
             raise_on_error: Raise the exception of an environment's ``close``.
         """
-        plan = self.collection.plan
+        plan, preemption = self.collection.plan, self._preemption
+        if preemption is not None and self._engine.failure is None and not self.closed:
+            preemption.save_once()
         in_process = (plan.in_process and not plan.central) or self._engine.set_aside is not None
         if not (close_env or in_process):
             raise RuntimeError(
@@ -601,6 +671,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
+        if preemption is not None:
+            preemption.end(raise_on_error)
 
 
 class _Threads:

@@ -212,9 +212,10 @@ class Collector(BaseCollector):
         state = super().state_dict(allow_pickle=allow_pickle)
         return {**state.pop("worker0"), **state}
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, *, allow_pickle: bool = False
-    ) -> None:
+    def _restore(self, state_dict: Mapping[str, Any], strict: bool, **options: Any) -> None:
+        if "worker0" in state_dict:  # of workers
+            super()._restore(state_dict, strict, **options)
+            return
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")
         missing = [name for name in expected if name not in state_dict]
         if strict and missing:
@@ -222,4 +223,4 @@ class Collector(BaseCollector):
                 f"state_dict lacks {missing}; load with strict=False to keep what is there"
             )
         own = {name: state_dict[name] for name in OF_ALL if name in state_dict}
-        super().load_state_dict({"worker0": state_dict, **own}, strict, allow_pickle=allow_pickle)
+        super()._restore({"worker0": state_dict, **own}, strict, **options)

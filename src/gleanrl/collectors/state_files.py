@@ -16,6 +16,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _VERSION = 1
 _HEAD = struct.Struct("<qIq")
 """Bytes after this, their checksum, and how many of them are the description."""
 _ALIGNMENT = 64
+_FACTS = ("collector", "workers", "pickled", "buffer")
 _MARK = "!"
 """The key of JSON objects that are no dict with names as keys."""
 
@@ -128,15 +130,9 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
         ConfigError: it is no such file, damaged, or of a later version.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file, _explained(path):
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ConfigError(f"{path} is no state of a collector: save() did not write it")
-        head = file.read(_HEAD.size)
-        found = os.fstat(file.fileno()).st_size - file.tell()
-        size, checksum, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (-1, 0, 0)
-        if size != found or not 0 <= length <= size:
-            raise ConfigError(_damaged(path, f"{found:,} of {size:,} bytes"))
-        text, data = file.read(length), bytearray(size - length)
+    with _explained(path), tensor_files.open_regular(path) as file:
+        size, checksum, text = _read_text(path, file)
+        data = bytearray(size - len(text))
         file.readinto(data)
         if zlib.crc32(data, zlib.crc32(text)) != checksum:
             raise ConfigError(_damaged(path, "the checksum differs"))
@@ -148,7 +144,33 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
                 f"version {_VERSION}: load it with GleanRL {library!r:.40}"
             )
         state = _Reader(described["tensors"], data).value(described["state"])
-        return {name: described[name] for name in ("collector", "workers", "pickled")}, state
+        if not isinstance(state, dict):
+            raise TypeError("its state has no entries")
+        return {name: described[name] for name in _FACTS}, state
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the part of a description that `write` was given as facts, without a check of more.
+
+    Raises:
+        ConfigError: it is no such file.
+        OSError: it cannot be read.
+    """
+    with _explained(path), tensor_files.open_regular(path) as file:
+        described = json.loads(_read_text(path, file)[2])
+        return {name: described[name] for name in _FACTS}
+
+
+def _read_text(path: Path, file: BufferedReader) -> tuple[int, int, bytes]:
+    """Read as far as the description; return the bytes to check, their checksum and its text."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ConfigError(f"{path} is no state of a collector: save() did not write it")
+    head = file.read(_HEAD.size)
+    found = os.fstat(file.fileno()).st_size - file.tell()
+    size, checksum, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (-1, 0, 0)
+    if size != found or not 0 <= length <= size:
+        raise ConfigError(_damaged(path, f"{found:,} of {size:,} bytes"))
+    return size, checksum, file.read(length)
 
 
 def _damaged(path: Path, what: str) -> str:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gleanrl.collectors import state_files
+from gleanrl.collectors import checkpoints
 from gleanrl.collectors.collection import Collection
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, ConfigError
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
 from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
+from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
 from gleanrl.envs.plain_state import pickled_parts, save_state
 from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_state
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.storages import LazyTensorStorage
 
 OF_ALL = (
     "frames",
     "iter",
+    "envs",
     "statistics",
     "schedule",
     "trajectories",
@@ -29,6 +36,12 @@ OF_ALL = (
     "ledger",
 )
 """Entries that are not those of one worker."""
+_OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
+"""Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
+_ALL_BEGIN_ANEW = (
+    "environments=False: all environments begin new episodes, with new random streams; partial "
+    "trajectories and undelivered rollouts of the state are left out"
+)
 
 
 def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
@@ -59,6 +72,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             **_entries(engine, states, policies),
             "frames": collection.budget.delivered,
             "iter": collection.batches,
+            "envs": engine.num_envs,
             "statistics": collection.watching.measures.state_dict(),
             "schedule": collection.weights.schedule_state(),
             "trajectories": collection.pipeline.state(),
@@ -68,46 +82,73 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
         }
 
 
+def check_saves(buffer: Any) -> ReplayBuffer:
+    """Return a replay buffer that can be saved with a collector.
+
+    Raises:
+        ConfigError: it cannot, or there is none.
+    """
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, LazyTensorStorage):
+        raise ConfigError(
+            "a collector is saved and loaded with a ReplayBuffer of tensors (LazyTensorStorage and "
+            f"its kinds); its replay_buffer is {buffer!r:.200}"
+        )
+    return buffer
+
+
 def save_to(
-    collection: Collection, path: Path, name: str, state: Mapping[str, Any], keep: int
+    collection: Collection,
+    path: Path,
+    name: str,
+    state: Callable[[], Mapping[str, Any]],
+    keep: int,
+    buffer: ReplayBuffer | None,
 ) -> None:
-    """Write a state of ``collection`` to a file.
+    """Write a state of ``collection`` to a file, or with its replay buffer to a directory.
+
+    Nothing is collected meanwhile, so that buffer and state are of one moment.
 
     Raises:
         NeedsPickle: names a part of an environment that can only be pickled.
         OSError: the disk is full; earlier files stay.
     """
-    for why in _new_episodes(state):
-        if why.get("pickle"):
-            raise NeedsPickle(f"nothing was saved: {why['why']}")
-        if not collection.warned_of_episodes:
-            collection.warned_of_episodes = True
-            warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
-    pickled = sorted(set(pickled_parts(state)))
-    facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
-    state_files.write(path, facts, state, keep)
+    with collection.engine.turn(None):
+        saved = state()
+        for why in _new_episodes(saved):
+            if why.get("pickle"):
+                raise NeedsPickle(f"nothing was saved: {why['why']}")
+            if not collection.warned_of_episodes:
+                collection.warned_of_episodes = True
+                warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
+        pickled = sorted(set(pickled_parts(saved)))
+        facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
+        checkpoints.write(path, facts, saved, keep, buffer)
 
 
-def read_from(collection: Collection, path: Path, name: str, allow_pickle: bool) -> dict[str, Any]:
-    """Read a state for ``collection`` from a file.
+def read_from(
+    collection: Collection, path: Path, name: str, allow_pickle: bool, environments: bool
+) -> tuple[dict[str, Any], Path | None]:
+    """Read a state for ``collection``; return it, and the path of the replay buffer saved with it.
 
     Raises:
         ConfigError: a file of another kind, damaged, of a later version, or of a collector with
             another number of workers; or one with pickled parts, which are not allowed.
     """
-    facts, state = state_files.read(path)
-    if facts["pickled"] and not allow_pickle:
+    facts, state, buffer = checkpoints.read(path)
+    if facts["pickled"] and environments and not allow_pickle:
         raise ConfigError(
             f"{path} has pickled parts ({', '.join(map(str, facts['pickled'][:4]))}), which can "
             "run any code: pass allow_pickle=True if you trust the file"
         )
     workers = collection.engine.workers
-    if (facts["workers"], facts["collector"] == "Collector") != (workers, name == "Collector"):
+    alike = (facts["workers"], facts["collector"] == "Collector") == (workers, name == "Collector")
+    if environments and not alike:
         raise ConfigError(
             f"{path} holds the state of a {facts['collector']} with {facts['workers']} workers; "
-            f"this is a {name} with {workers}"
+            f"this is a {name} with {workers}: pass environments=False to load all but the "
+            "environments, which begin new episodes"
         )
-    return dict(state)
+    return state, buffer
 
 
 def _new_episodes(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -158,24 +199,81 @@ def restore(
     state_dict: Mapping[str, Any],
     strict: bool,
     allow_pickle: bool = False,
+    environments: bool = True,
+    load_buffer: Callable[[], object] = bool,
 ) -> str | None:
     """Restore a state of `state_of`.
 
     Args:
-        collection: With as many workers as the state has.
+        collection: With as many workers as the state has, if it has ``environments``.
         state_dict: The state.
         strict: Whether all entries must be there.
         allow_pickle: Whether parts of environments may be unpickled.
+        environments: Whether environments continue; else they begin anew, as many as there are.
+        load_buffer: Called at the end; if it raises, nothing was loaded.
 
     Returns:
         Which environments begin new episodes, and why; ``None`` if all continue theirs.
 
     Raises:
-        ConfigError: the state of another number of workers.
+        ConfigError: the state of another number of workers, or of something else.
         KeyError: ``strict`` and an entry is missing.
-        WeightsError: the policy's weights do not fit; nothing was loaded.
+        WeightsError: the policy's weights do not fit.
+
+        Nothing was loaded then.
     """
+    with collection.engine.turn(None):
+        with _explained():
+            parts = _read(collection, state_dict, strict, allow_pickle, environments)
+        before = state_of(collection)
+        try:
+            restarted = _apply(collection, parts)
+            load_buffer()
+        except (ClosedError, WorkerDied, CollectorTimeout):  # the collector has no state any more
+            raise
+        except Exception:
+            _apply(collection, _read(collection, before, False, False))
+            with _explained():
+                raise
+        collection.restarted = restarted if environments else _ALL_BEGIN_ANEW
+        return collection.restarted
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a state can cause into a `ConfigError`."""
+    try:
+        yield
+    except (ConfigError, WeightsError, KeyError):
+        raise
+    except Exception as err:  # a state may come from anyone
+        why = f"{type(err).__name__}: {err}"
+        raise ConfigError(f"this is no state of such a collector ({why:.200})") from err
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a state that fits a collector."""
+
+    state: Mapping[str, Any]
+    entries: list[Any]
+    """Of each worker."""
+    policies: dict[int, tuple[Mapping[str, Any], int]]
+    """Weights and version of each worker."""
+    commands: dict[int, m.Command]
+
+
+def _read(
+    collection: Collection,
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    allow_pickle: bool,
+    environments: bool = True,
+) -> _Parts:
+    """Read and check a state; nothing changes."""
     engine, weights = collection.engine, collection.weights
+    if not environments:
+        state_dict = _without_environments(state_dict, engine)
     entries = _entries_of(state_dict, engine.workers, strict)
     policies: dict[int, tuple[Mapping[str, Any], int]] = {}
     commands: dict[int, m.Command] = {}
@@ -185,26 +283,55 @@ def restore(
             commands[worker] = _restoring(collection, worker, entry, strict, allow_pickle)
             version = int(entry["worker"]["policy_version"])
         policies[worker] = entry.get("policy_state_dict") or {}, version
-    with engine.turn(None):
-        frames = int(state_dict.get("frames", collection.budget.delivered))
-        batches = int(state_dict.get("iter", collection.batches))
-        weights.models.check_restore(state for state, _ in policies.values())
-        _number_lives(engine, entries)
-        undelivered = list(map(_rollout, state_dict.get("undelivered", ())))
-        answers = collection.restart(commands)
-        weights.restore(policies)
-        weights.load_schedule(state_dict.get("schedule"))
-        collection.budget.delivered, collection.batches = frames, batches
-        engine.gather.take_back(undelivered, collection.budget)
-        if "trajectories" in state_dict:
-            collection.pipeline.load_state(state_dict["trajectories"])
-        if "ledger" in state_dict:
-            collection.load_ledger(state_dict["ledger"])
-        collection.ready.extend(load_state(None, one) for one in state_dict.get("ready", ()))
-        collection.watching.load_state_dict(state_dict.get("statistics"), frames)
-        collection.renew_seeds({})  # streams are those of the state now
-        collection.restarted = _restarted(engine, answers)
-        return collection.restarted
+    weights.models.check_restore(state for state, _ in policies.values())
+    return _Parts(state_dict, entries, policies, commands)
+
+
+def _apply(collection: Collection, parts: _Parts) -> str | None:
+    """Take over a state; return which environments begin new episodes, and why."""
+    engine, weights, state = collection.engine, collection.weights, parts.state
+    frames = int(state.get("frames", collection.budget.delivered))
+    _number_lives(engine, parts.entries)
+    answers = collection.restart(parts.commands)
+    weights.restore(parts.policies)
+    weights.load_schedule(state.get("schedule"))
+    collection.budget.delivered = frames
+    collection.batches = int(state.get("iter", collection.batches))
+    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.budget)
+    if "trajectories" in state:
+        collection.pipeline.load_state(state["trajectories"])
+    if "ledger" in state:
+        collection.load_ledger(state["ledger"])
+    collection.ready.extend(load_state(None, one) for one in state.get("ready", ()))
+    collection.watching.load_state_dict(state.get("statistics"), frames)
+    collection.renew_seeds({})  # streams are those of the state now
+    return _restarted(engine, answers)
+
+
+def _without_environments(state_dict: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Return a state of any workers as one of ``engine``'s, which all begin a life.
+
+    Their ids begin after all that were given out.
+    """
+    named = [part for name, part in state_dict.items() if re.fullmatch(r"worker\d+", str(name))]
+    entries = named or [state_dict]
+    newest = max(entries, key=lambda entry: int(entry.get("policy_version", 0)))
+    ids = (1 + max(int(entry.get("life", 0)) for entry in entries)) * int(
+        state_dict.get("envs", engine.num_envs)
+    )
+    entry = {
+        "policy_state_dict": newest.get("policy_state_dict"),
+        "worker": {"policy_version": int(newest.get("policy_version", 0))},
+        "life": -(-ids // engine.num_envs),
+        "lost": True,
+    }
+    kept = {name: state_dict[name] for name in _OF_ANY_NUMBER if name in state_dict}
+    if state_dict.get("statistics"):
+        kept["statistics"] = [state_dict["statistics"][0][:2]]  # episodes of all workers
+    if "ledger" in kept and "trajectories" in state_dict:
+        unfinished = kept["ledger"]["unfinished"] + frames_held(state_dict["trajectories"])
+        kept["ledger"] = {**kept["ledger"], "unfinished": unfinished}
+    return {**kept, **{f"worker{worker}": entry for worker in range(engine.workers)}}
 
 
 def _restarted(engine: Engine, answers: Mapping[int, Any]) -> str | None:
@@ -237,8 +364,8 @@ def _restoring(
 ) -> m.Command:
     """Return the command that restores ``worker`` from ``entry``, or seeds a lost worker."""
     if entry.get("lost"):
-        life = max(int(entry["life"]), collection.engine.lives[worker])
-        return reseeded(m.Seed(collection.plan.stream + worker), life)
+        seed = collection.seeds.get(worker) or m.Seed(collection.plan.stream + worker)
+        return reseeded(seed, max(int(entry["life"]), collection.engine.lives[worker]))
     state = {**entry["worker"], "env": entry.get("env_state_dict", {})}
     return m.SetState(state, strict, allow_pickle)
 

@@ -177,6 +177,13 @@ class Pipeline:
             self._whole.reset(passed)
 
 
+def frames_held(state: Mapping[str, Any]) -> int:
+    """Return the frames in a state of `Pipeline.state`, none of which was delivered."""
+    whole = state["whole"] or {"chunks": ()}
+    parts: int = sum(load_state(None, part).numel() for part in state["parts"])
+    return parts + sum(int(live) for _, live, _ in whole["chunks"])
+
+
 def put_together(parts: Sequence[TensorDictBase]) -> TensorDictBase:
     """Return ``parts`` one after another in time."""
     whole = torch.cat(list(parts), -1)

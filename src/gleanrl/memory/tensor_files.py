@@ -19,6 +19,7 @@ import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -187,13 +188,29 @@ def _object_in(text: bytes) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> bytes:
-    """Read a small regular file; refuse pipes, devices and links without waiting."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_DESCRIPTION_BYTES:
+    """Read a small regular file, and no link to one."""
+    with open_regular(path, os.O_NOFOLLOW) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
             raise ValueError("it must be a regular file of at most 16 MiB")
         return file.read(_MAX_DESCRIPTION_BYTES)
+
+
+def open_regular(path: Path, flags: int = 0) -> BufferedReader:
+    """Open a file to read it; refuse pipes and devices without waiting.
+
+    Args:
+        path: The file.
+        flags: Further ones of `os.open`.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError("it must be a regular file")
+    return os.fdopen(fd, "rb")
 
 
 def _is_shallow(value: object, levels: int) -> bool:

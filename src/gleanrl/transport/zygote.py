@@ -271,6 +271,7 @@ def main(fd: int, owner: int = -1) -> None:
         if each >= 0:
             os.set_inheritable(each, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stay)
     code = 1
     try:
         preload(_import_pandas)  # once, for all workers
@@ -433,11 +434,14 @@ class _Zygote:
 
     def _become_worker(self, what: bytes, fds: Sequence[int]) -> None:
         global _request_end
+        if what == WORKER:
+            signal.signal(signal.SIGTERM, _stay)
         _request_end = self._request_end
         self._leave()
         self._works[what](*fds)
 
     def _become_zygote(self, fd: int, owner: int = -1) -> None:
+        signal.signal(signal.SIGTERM, _stay)
         self._leave()
         self._request_end.close()
         _Zygote(socket.socket(fileno=fd), owner, self._works).run()
@@ -461,6 +465,21 @@ class _Zygote:
                 code = os.waitstatus_to_exitcode(status)
                 self._control.send(_REPLY.pack(b"E", number, code))
             self._unreported.discard(pid)
+
+
+def _stay(number: int, frame: object) -> None:
+    """Do nothing at SIGTERM: a cluster sends it to all processes of a job, and the learner decides.
+
+    Programs and forks that environments start do not inherit this.
+    """
+
+
+def _in_child() -> None:
+    if signal.getsignal(signal.SIGTERM) is _stay:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _flush() -> None:

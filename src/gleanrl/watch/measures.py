@@ -199,11 +199,12 @@ class Measures:
             return [(*t.episodes.state(), t.sums.state()) for t in (self._all, *self._workers)]
 
     def load_state_dict(self, state: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Continue the counts of `state_dict`; an empty ``state`` starts them over."""
+        """Continue the counts of `state_dict`; those that ``state`` has not start over."""
         with self._lock:
             self.settle()
             fresh = [(*_Episodes().state(), EpisodeSums().state())] * (1 + len(self._workers))
-            each = zip((self._all, *self._workers), state or fresh, strict=True)
+            state = [*state, *fresh[len(state) :]]
+            each = zip((self._all, *self._workers), state, strict=True)
             for totals, (number, last, *running) in each:
                 totals.episodes.load(number, last)
                 totals.sums.load_state(*running or [EpisodeSums().state()])

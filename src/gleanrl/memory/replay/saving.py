@@ -62,7 +62,7 @@ def write(
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root) as alone:
+    with locked(root) as alone:
         if (root / META).exists() and _current_folder(root) is None:
             raise ConfigError(f"{root / META} is none of dumps(): choose another directory")
         folder = root / f"data-{uuid.uuid4().hex}"
@@ -82,7 +82,7 @@ def write(
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path) -> Iterator[bool]:
     """Lock a folder; yields False if its file system has no locks.
 
     The lock is the kernel's, and ends with the process.

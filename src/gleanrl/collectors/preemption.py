@@ -1,0 +1,147 @@
+"""SIGTERM: a collector saves its state between two batches, and the program ends."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from gleanrl.core.deadline import Deadline
+from gleanrl.core.errors import ConfigError
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""Of a program that SIGTERM ended; shells say the same of one that does not handle the signal."""
+
+
+class Preempted(SystemExit):
+    """Ends the program after SIGTERM, with exit code 143, when the collector's state is saved."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
+def check_preemption(path: Any) -> None:
+    """Raise `ConfigError` unless a state can be saved at ``path`` when SIGTERM arrives."""
+    if not os.path.isdir(os.path.dirname(os.path.abspath(os.fspath(path)))):
+        raise ConfigError(f"preemption_path ({path!r}) must be in a directory that exists")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "preemption_path= handles SIGTERM, which Python allows in the main thread only: make "
+            "the collector there"
+        )
+
+
+class Preemption:
+    """Handles SIGTERM from its construction to `end`.
+
+    The thread that asks for a batch saves before it, and raises `Preempted`. If no batch is
+    requested within half of the grace period, or if batches are collected in the background, a
+    thread of this object saves, and has the main thread raise. It ends a process that is still
+    there after the grace period.
+    """
+
+    def __init__(
+        self,
+        grace: float,
+        save: Callable[[], None],
+        turn: Callable[[float], AbstractContextManager[Any]],
+        in_background: Callable[[], bool],
+    ) -> None:
+        """Handle SIGTERM from now on, in this process and in none that it forks.
+
+        Args:
+            grace: Seconds from the signal to the end of the process.
+            save: Saves the state.
+            turn: Keeps collection out during a block; waits for so many seconds.
+            in_background: Tells whether another thread collects.
+        """
+        self._grace, self._save, self._turn = grace, save, turn
+        self._in_background, self._owner = in_background, os.getpid()
+        self.told = False
+        """Whether the state is to be saved before another batch."""
+        self._arrived = self._left = self._over = False
+        self._saved = threading.Event()
+        self._before = signal.signal(signal.SIGTERM, self._received)
+
+    def _received(self, number: int, frame: Any) -> None:
+        if self._over or os.getpid() != self._owner:
+            self._pass_on(frame)
+        elif self._saved.is_set():
+            self.leave()
+        elif not self._arrived:
+            self.told = self._arrived = True
+            _thread.start_new_thread(self._watch, ())  # `Thread` takes a lock that may be held here
+
+    def _pass_on(self, frame: Any) -> None:
+        """Do with the signal as if this had never handled it."""
+        if callable(self._before):
+            self._before(signal.SIGTERM, frame)
+        elif self._before == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    def _watch(self) -> None:
+        deadline = Deadline(self._grace)
+        if not self._saved.wait(0.0 if self._in_background() else self._grace / 2):
+            try:
+                with self._turn(deadline.left):
+                    self.save_once()
+            except BaseException:  # there is nobody to raise it to
+                traceback.print_exc()
+            self._interrupt()
+        time.sleep(deadline.left)
+        done = "saved" if self._saved.is_set() else "not saved"
+        sys.stderr.write(
+            f"gleanrl: the program did not end within grace={self._grace} s of SIGTERM and is "
+            f"killed; the state of its collector was {done}\n"
+        )
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    def _interrupt(self) -> None:
+        """Have the main thread raise `Preempted`, wherever it is."""
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    def save_once(self) -> None:
+        """Save if SIGTERM has arrived and that was not done; call it between two batches."""
+        if self.told:
+            self.told = False
+            self._save()
+            self._saved.set()
+
+    def reached(self) -> None:
+        """Save and raise `Preempted` if SIGTERM has arrived; call it between two batches."""
+        self.save_once()
+        if self._saved.is_set():
+            if threading.current_thread() is threading.main_thread():
+                self.leave()
+            self._interrupt()
+            raise Preempted
+
+    def leave(self) -> None:
+        """Hand the signal to its handler from before, then raise `Preempted`; only once."""
+        if not self._left:
+            self._left = True
+            if callable(self._before):
+                self._before(signal.SIGTERM, None)
+            raise Preempted
+
+    def end(self, leave: bool = False) -> None:
+        """Put the handler from before back; if SIGTERM has arrived, `leave` if the caller may."""
+        if self._arrived:
+            if leave:
+                self.leave()
+        elif not self._over:
+            self._over, self._save = True, lambda: None  # it refers to more
+            on_top = signal.getsignal(signal.SIGTERM) == self._received
+            if on_top and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._before)
