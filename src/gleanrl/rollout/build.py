@@ -18,6 +18,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.restarting import RestartingEnv
@@ -45,6 +46,7 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomPolicy
+from gleanrl.rollout.async_pool_loop import AsyncPoolRollout
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
@@ -111,8 +113,10 @@ class SourceBuilder:
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
-        kind = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
-        return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
+        kind: Any = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
+        if isinstance(made, AsyncPool):
+            kind = AsyncPoolRollout
+        return kind(made, first, policy, self.options)
 
     def _serve_transformed(self, made: TransformedRows) -> Source:
         """Serve by rows if the policy takes them; else by the environment's own methods."""
