@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.simulators import StateError
@@ -19,7 +19,6 @@ from gleanrl.envs.vector import (
     VectorAdapter,
     VectorResets,
     is_envpool,
-    taken_apart,
 )
 from gleanrl.envs.writers import VectorReset
 
@@ -45,7 +44,7 @@ class AsyncPool(VectorAdapter):
             ConfigError: it resets itself in another step than the next.
         """
         super().__init__(_EnvPool(env) if is_envpool(env) else _Ale(env, again), options)
-        self.all_envs = int(env.num_envs)
+        self.can_cut = False
         self.ids = np.zeros((1, self.num_envs), np.int64)
         """The environment of each entry of a row."""
         self.at_hand: Array
@@ -64,34 +63,11 @@ class AsyncPool(VectorAdapter):
         self._step = lambda actions: step(actions, self.at_hand)
 
     def step(self, t: int) -> None:  # type: ignore[override]  # as pools do
-        self.at_hand = self._ids_of(self._advance(t))
-        self.ids[t + 1] = self.at_hand
-
-    def _ids_of(self, infos: Mapping[str, Any]) -> Array:
-        try:
-            return np.array(infos["env_id"])
-        except (LookupError, TypeError) as err:
-            raise EnvError(f"{type(self.inner).__name__} returned infos without 'env_id'") from err
+        self.at_hand = self.ids[t + 1] = self._advance(t)["env_id"]
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset all environments, and write the observations of the first into ``carry``.
-
-        Raises:
-            ConfigError: only some are to be reset, or no second pool can be made.
-        """
-        if envs is not None and len(set(envs)) < self.all_envs:
-            raise ConfigError(
-                f"environments {list(envs)[:5]} cannot be reset alone: others of this "
-                f"{type(self.inner).__name__} take a step meanwhile; reset all of them"
-            )
-        returned = self._resets.all(options)
-        self.at_hand = self._ids_of(returned.infos)
-        for writer in self._writers:
-            writer.write_carry(carry, slice(None), returned)
-
-    def seed(self, seed: int, static: bool = False) -> int:
-        super().seed(seed, static)
-        return seed if static else seed + self.all_envs - 1
+        super().reset(carry, envs, **options)
+        self.at_hand = np.array(self._resets.first)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         raise StateError("environments of an asynchronous pool take steps between two calls")
@@ -101,6 +77,8 @@ class _EnvPool(EnvPoolResets):
     """Results under way cannot be withdrawn, so a pool is reset by making it anew."""
 
     _used = False
+    first: Array
+    """The environments that answered first after a reset."""
 
     @property
     def rows(self) -> int:
@@ -110,7 +88,9 @@ class _EnvPool(EnvPoolResets):
         if self._used:
             self.seed(_drawn_seed(), static=False)
         self._used = True
-        return super().all(options)
+        returned = super().all(options)
+        self.first = returned.infos["env_id"]
+        return returned
 
     def seed(self, seed: int, static: bool) -> None:
         super().seed(seed, static)
@@ -137,7 +117,6 @@ class _Ale(VectorResets):
         return int(self.env.batch_size)
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
-        seed, self._seed = self._seed, None
         if self._used:
             if self._again is None:
                 raise ConfigError(
@@ -146,10 +125,11 @@ class _Ale(VectorResets):
                 )
             self.env.close()
             self.env = self._again()
-            seed = _drawn_seed() if seed is None else seed
+            self._seed = _drawn_seed() if self._seed is None else self._seed
         self._used = True
-        result = self.env.reset(seed=seed, options=dict(options) or None)
-        return taken_apart(result, self.rows)
+        returned = super().all(options)
+        self.first = returned.infos["env_id"]
+        return returned
 
     def seed(self, seed: int, static: bool) -> None:
         check_int("seed", seed, least=0)

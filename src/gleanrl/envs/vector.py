@@ -55,7 +55,7 @@ class VectorAdapter(WindowEnv):
                 cannot be.
         """
         self._resets, env = resets, resets.env
-        self.num_envs = resets.rows
+        self.num_envs, self.all_envs = resets.rows, int(env.num_envs)
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
@@ -160,7 +160,7 @@ class VectorAdapter(WindowEnv):
             ConfigError: only some are asked for, and this environment cannot do that.
         """
         where: Array | slice = _ALL
-        if envs is None or len(set(envs)) == self.num_envs:
+        if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
         elif self.can_cut:
             where = np.array(sorted(set(envs)), np.int64)
@@ -184,7 +184,7 @@ class VectorAdapter(WindowEnv):
         """
         seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)
-        return seed if static else seed + self.num_envs - 1
+        return seed if static else seed + self.all_envs - 1
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         return save_state(self._resets.env, allow_pickle)

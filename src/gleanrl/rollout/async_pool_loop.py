@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, STEP_COUNT, Key, next_key
+from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, Key, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -17,6 +17,7 @@ from gleanrl.core.protocols import Policy, Stop
 from gleanrl.core.returns import Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.async_pool import AsyncPool
+from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.chunks import Chunks
 from gleanrl.rollout.dense_loop import DenseRollout
 from gleanrl.rollout.pool_loop import logged_fields, next_step
@@ -53,6 +54,8 @@ class AsyncPoolRollout(DenseRollout):
             )
         self._pool = pool
         super().__init__(pool, first, policy, options)
+        if isinstance(policy, ProgramPolicy):
+            policy.forgets = True  # each row is of other environments than the row before
         self._logged = logged_fields(
             self._fields.layout, self._fields.root_fields, pool.layout, policy
         )
@@ -61,6 +64,7 @@ class AsyncPoolRollout(DenseRollout):
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._chunks: Chunks | None = None
         self._states = _States(policy, pool.all_envs)
+        self._states.restart(pool.at_hand)
         self._discarded = 0
 
     def _make_tracker(self) -> Tracker:
@@ -75,7 +79,7 @@ class AsyncPoolRollout(DenseRollout):
         chunks = self._ready_chunks(steps)
         with self.rolling():
             chunks.begin(self._next_root, self._pool.at_hand)
-            act, step = self._clock.begin(policy.act, self._pool.step)
+            act, step = self._clock.begin(lambda t: policy.act(t), self._pool.step)
             while (missing := self.num_envs - len(chunks.full)) > 0:
                 count = chunks.rows_needed(missing)
                 self._pool.begin(chunks.window, chunks.next_root)
@@ -120,47 +124,39 @@ class AsyncPoolRollout(DenseRollout):
 
 
 class _States:
-    """Recurrent states, ``"is_init"`` and ``"step_count"`` of each environment between its rows."""
+    """Recurrent states and ``"is_init"`` of each environment between its rows."""
 
     def __init__(self, policy: Policy, envs: int) -> None:
-        self._states, self._provided = policy.states, policy.provided
+        self._states, self._init = policy.states, IS_INIT in policy.provided
         self._kept: dict[Key, Array] = {}
-        self._counts = np.zeros(envs, np.int64)
         self._over = np.ones(envs, bool)
         """Environments whose next answer begins an episode."""
 
-    def begin(self, chunks: Chunks, ids: Array) -> Any:
+    def begin(self, chunks: Chunks, ids: Array) -> Callable[[int], None] | None:
         """Return a function to call after every step, or ``None`` if there is nothing to do."""
-        if not self._states and not self._provided:
+        if not self._states and not self._init:
             return None
-        rows, envs = chunks.rows, len(self._over)
+        rows, over = chunks.rows, self._over
         for key in self._states:
             if key not in self._kept:
-                self._kept[key] = np.zeros((envs, *rows[key].shape[2:]), rows[key].dtype)
-        done, counts = rows[next_key(DONE)][:, :, 0], self._counts
-        if STEP_COUNT in self._provided:
-            rows[STEP_COUNT][0, :, 0] = counts[ids[0]]
+                self._kept[key] = np.zeros((len(over), *rows[key].shape[2:]), rows[key].dtype)
 
         def follow(t: int) -> None:
             before, now = ids[t], ids[t + 1]
-            first = self._over[now]
+            first = over[now]
             for key, kept in self._kept.items():
                 kept[before] = rows[key][t + 1]
-                row = kept[now]
-                row[first] = 0
-                rows[key][t + 1] = row
-            if IS_INIT in self._provided:
+                kept[now[first]] = 0
+                rows[key][t + 1] = kept[now]
+            if self._init:
                 rows[IS_INIT][t + 1, :, 0] = first
-            if STEP_COUNT in self._provided:
-                counts[now] = np.where(first, 0, counts[now] + 1)
-                rows[STEP_COUNT][t + 1, :, 0] = counts[now]
-            self._over[now] = done[t]
+            over[now] = rows[next_key(DONE)][t, :, 0]
 
         return follow
 
     def restart(self, at_hand: Array) -> None:
         """Have every environment begin an episode; those ``at_hand`` have begun it."""
-        self._counts[:], self._over[:] = 0, True
+        self._over[:] = True
         self._over[at_hand] = False
 
 
@@ -184,16 +180,13 @@ class _RowsTracker(Tracker):
         ended = []
         for turn in range(int(nth.max()) + 1):
             rows = np.flatnonzero(nth == turn)
-            own = [None if array is None else array[rows] for array in (ids, counts)]
-            ended.append(self._finish_rows(rows, steps, rewards[rows], own[0], own[1]))
-            for array, part in zip((ids, counts), own, strict=True):
-                if array is not None:
-                    array[rows] = part
+            own = None if ids is None else ids[rows]
+            ended.append(self._finish_rows(rows, steps, rewards[rows], own))
+            if ids is not None:
+                ids[rows] = own
         self.ended = episodes_that_ended(EpisodeSums().add(ended)[0])
 
-    def _finish_rows(
-        self, rows: Array, steps: int, rewards: Array, ids: Array | None, counts: Array | None
-    ) -> Ended:
+    def _finish_rows(self, rows: Array, steps: int, rewards: Array, ids: Array | None) -> Ended:
         envs, part = self.rows[rows], Tracker(len(rows), None)
         part._index, part._stride = self._index[envs], self._stride
         part._episode, part._age = self._episode[envs], self._age[envs]
@@ -203,7 +196,7 @@ class _RowsTracker(Tracker):
         where, ends = self._all_ends
         mine = np.isin(where, rows)
         part._all_ends = np.array((np.searchsorted(rows, where[mine]), ends[mine]))
-        part.finish(steps, rewards, ids, counts)
+        part.finish(steps, rewards, ids, None)
         self._episode[envs], self._age[envs] = part._episode, part._age
         self._begun = np.setdiff1d(self._begun, envs)
         self._sums.running[:, envs] = part._sums.running
