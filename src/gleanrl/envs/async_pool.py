@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int
@@ -151,7 +151,7 @@ def is_async_pool(env: Any) -> bool:
     """
     if is_envpool(env):
         return bool(env.is_async)
-    inner = env.unwrapped if isinstance(env, VectorEnv) else env
+    inner: Any = env.unwrapped
     if type(inner).__name__ != "AtariVectorEnv" or inner.batch_size == inner.num_envs:
         return False
     if env is not inner:

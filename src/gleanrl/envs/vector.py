@@ -230,6 +230,7 @@ class NextStepPool(VectorAdapter):
 
 
 def taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
+    """Return the results of a reset of ``rows``, which are ``count`` environments."""
     who = "the vector environment's reset"
     return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
 

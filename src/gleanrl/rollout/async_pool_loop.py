@@ -71,6 +71,7 @@ class AsyncPoolRollout(DenseRollout):
         return _RowsTracker(self._pool.all_envs)
 
     def layout(self) -> Layout:
+        """Describe one step; a rollout has rows of some of the environments."""
         return replace(super().layout(), environments=self._pool.all_envs)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:

@@ -51,6 +51,7 @@ from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
+_LOOPS = ((NextStepPool, PoolRollout), (AsyncPool, AsyncPoolRollout))
 _ONLY_KNOWN = (
     "vector environments do not deliver; vectorise single environments with num_envs= instead"
 )
@@ -113,10 +114,9 @@ class SourceBuilder:
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
-        kind: Any = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
-        if isinstance(made, AsyncPool):
-            kind = AsyncPoolRollout
-        return kind(made, first, policy, self.options)
+        kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), DenseRollout)
+        source: Source = kind(made, first, policy, self.options)
+        return source
 
     def _serve_transformed(self, made: TransformedRows) -> Source:
         """Serve by rows if the policy takes them; else by the environment's own methods."""

@@ -140,7 +140,7 @@ class Chunks:
             EnvError: the pool answered for an environment that was not to take a step.
         """
         acted, arrived = ids[:count].reshape(-1), ids[1 : count + 1].reshape(-1)
-        order = np.argsort(acted, kind="stable")
+        order = self._sorted(acted)
         places = self._places(acted, order, count)
         arrivals = self._arrivals(acted[order], arrived, places[order])
         for key in self._acting:
@@ -161,6 +161,12 @@ class Chunks:
         self._over = self._done[count - 1].copy()
         for rows in self.rows.values():
             rows[0] = rows[count]
+
+    def _sorted(self, envs: Array) -> Array:
+        """Return the order of environments, in the order of time within each."""
+        # Numpy sorts numbers of 16 bits in a fraction of the time.
+        narrow = envs.astype(np.int16) if self._envs < 1 << 15 else envs
+        return np.argsort(narrow, kind="stable")
 
     def _places(self, acted: Array, order: Array, count: int) -> Array:
         """Return the places of the environments that ``acted``, and give them new chunks."""
@@ -198,7 +204,7 @@ class Chunks:
         """
         acts = np.bincount(acted, minlength=self._envs)
         begin = acts.cumsum() - acts
-        mine = np.argsort(arrived, kind="stable")
+        mine = self._sorted(arrived)
         envs = arrived[mine]
         answers = np.bincount(arrived, minlength=self._envs)
         # The first to answer are those that acted before the first of these rows.
