@@ -1,8 +1,8 @@
 """Runs every fault in every kind of collector, and prints the outcomes as a table.
 
-``python -m tools.faults [--publish] [--peers] [--ray] [-k WORDS]``. The cells are the tests of
-``tests/faults/test_matrix.py``. ``--peers`` has TorchRL's collectors meet the same faults, each in
-a process of its own that is ended after `LIMIT_S`. ``--publish`` writes a table into
+``python -m tools.faults [--publish] [--peers GROUP] [--ray] [-k WORDS]``. The cells are the tests
+of ``tests/faults/test_matrix.py``. ``--peers`` has other libraries meet the same faults, each in a
+process of its own that is ended after a while. ``--publish`` writes a table into
 ``docs/reliability.md``.
 """
 
@@ -34,10 +34,18 @@ import gleanrl
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
-LIMIT_S = 20.0
-"""Seconds after the fault in which a peer may say something."""
-START_S = 60.0
-PEERS = ("TorchRL sync", "TorchRL async")
+START_S = 120.0
+"""Seconds in which a peer starts, before the fault."""
+PEERS = {
+    "TorchRL sync": ("torchrl", "sync", 20.0),
+    "TorchRL async": ("torchrl", "async", 20.0),
+    "Gymnasium AsyncVectorEnv": ("gymnasium", "", 20.0),
+    "SB3 SubprocVecEnv": ("sb3", "", 20.0),
+    "RLlib PPO": ("rllib", "", 120.0),
+}
+"""By column: the function of `SCRIPT`, its kind, and the seconds it has after the fault."""
+GROUPS = {"torchrl": [*PEERS][:2], "others": [*PEERS][2:]}
+"""The columns of each table of peers."""
 MODES = {"raise": "", "relaunch": "replaced ", "restart": "built anew "}
 Cells = dict[str, dict[str, list[tuple[str, str, str]]]]
 """By fault and column: setting, outcome and time of each cell."""
@@ -73,7 +81,7 @@ def ours(words: str, ray: bool) -> Collecting:
     return found
 
 
-# -- TorchRL ---------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 SCRIPT = """
 import functools, os, sys, time, warnings
@@ -81,39 +89,81 @@ warnings.simplefilter("ignore")
 sys.path[:0] = {path!r}
 from test_matrix import AT, FAULTS, Counting
 from gleanrl.testing import FaultyEnv
-from torchrl import collectors
-from torchrl.envs import GymWrapper
 
-def make(number, fault=None, mark=None):
+def make(number, fault=None, mark=None, wrap=lambda env: env):
     env = functools.partial(Counting, number, pause=0.001)
-    if fault is not None:
-        row = FAULTS[fault]
-        at = AT if row.when == "step" else 4
-        once = None if row.act == "sleep" else mark
-        env = FaultyEnv(env, row.act, when=row.when, at=at, seconds=0.05, once=once)
-        return GymWrapper(env)
-    return GymWrapper(env())
+    if fault is None:
+        return wrap(env())
+    row = FAULTS[fault]
+    at = AT if row.when == "step" else 4
+    once = None if row.act == "sleep" else mark
+    return wrap(FaultyEnv(env, row.act, when=row.when, at=at, seconds=0.05, once=once))
 
-def learn(kind, fault, mark):
-    envs = [functools.partial(make, 0), functools.partial(make, 1, fault, mark)]
+def torchrl(kind, fault, mark):
+    from torchrl import collectors
+    from torchrl.envs import GymWrapper
+    ours = functools.partial(make, wrap=GymWrapper)
     each = 16 if kind == "sync" else 8
     kinds = {{"sync": collectors.MultiSyncCollector, "async": collectors.MultiAsyncCollector}}
-    collector = kinds[kind](envs, None, frames_per_batch=each, total_frames=each * 25)
-    frames = total = 0
+    collector = kinds[kind](
+        [functools.partial(ours, 0), functools.partial(ours, 1, fault, mark)],
+        None, frames_per_batch=each, total_frames=each * 25)
     for batch in collector:
-        rows = batch["next", "observation"].reshape(-1, 2)
+        yield batch["next", "observation"].reshape(-1, 2)
+    collector.shutdown()
+
+def gymnasium(kind, fault, mark):
+    import gymnasium
+    envs = gymnasium.vector.AsyncVectorEnv(
+        [functools.partial(make, 0), functools.partial(make, 1, fault, mark)])
+    envs.reset(seed=0)
+    for _ in range(200):
+        yield envs.step(envs.action_space.sample())[0]
+    envs.close()
+
+def sb3(kind, fault, mark):
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+    envs = SubprocVecEnv([functools.partial(make, 0), functools.partial(make, 1, fault, mark)])
+    envs.reset()
+    for _ in range(200):
+        yield envs.step([envs.action_space.sample() for _ in range(2)])[0]
+    envs.close()
+
+def rllib(kind, fault, mark):
+    import numpy, ray
+    from ray.rllib.algorithms.ppo import PPOConfig
+    os.environ["PYTHONPATH"] = ":".join(sys.path)  # of actors
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    def env(config):
+        return make(1, fault, mark) if config.worker_index == 2 else make(0)
+    ray.tune.register_env("counting", env)
+    config = PPOConfig().environment("counting", disable_env_checking=True)
+    config.env_runners(num_env_runners=2, create_env_on_local_worker=False)
+    config.training(train_batch_size_per_learner=16, minibatch_size=16, num_epochs=1)
+    algorithm = config.build_algo()
+    for _ in range(25):
+        for episode in algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: runner.sample(num_timesteps=8), local_env_runner=False
+        ):
+            for one in episode:
+                yield numpy.asarray(one.get_observations())[1:]
+        algorithm.train()
+    algorithm.stop()
+
+def learn(peer, kind, fault, mark):
+    frames = total = 0
+    for rows in globals()[peer](kind, fault, mark):
         total += len(rows)
         frames += int((rows[:, 0] == 1).sum())
     share = f"{{frames}} of {{total}} frames are of the environment with the fault"
     print(f"SAID no error; {{share}}", flush=True)
-    collector.shutdown()
 
 if __name__ == "__main__":
-    began = time.time()
+    began, mark = time.time(), sys.argv[-1]
     try:
         learn(*sys.argv[1:])
     except BaseException as error:
-        happened = os.path.getmtime(sys.argv[3]) if os.path.exists(sys.argv[3]) else began
+        happened = os.path.getmtime(mark) if os.path.exists(mark) else began
         text = (str(error).splitlines() or [""])[0][:90]
         took = f"{{time.time() - happened:.1f}} s"
         print(f"SAID {{type(error).__name__}} \u201c{{text}}\u201d, {{took}}", flush=True)
@@ -121,13 +171,14 @@ if __name__ == "__main__":
 """
 
 
-def peer(kind: str, fault: str) -> str:
-    """Have a collector of TorchRL meet a fault; return what happened."""
+def peer(name: str, fault: str) -> str:
+    """Have a peer meet a fault; return the outcome."""
     path = [str(ROOT / "tests" / name) for name in ("faults", "processes", "distributed")]
+    function, kind, limit = PEERS[name]
     with tempfile.TemporaryDirectory() as folder:
         program, mark = Path(folder, "program.py"), Path(folder, "happened")
         program.write_text(SCRIPT.format(path=[*path, *sys.path]))
-        command = [sys.executable, str(program), kind, fault, str(mark)]
+        command = [sys.executable, str(program), function, kind, fault, str(mark)]
         with open(Path(folder, "said"), "w+") as said:
             learner = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
             ended = os.pidfd_open(learner.pid)
@@ -136,7 +187,7 @@ def peer(kind: str, fault: str) -> str:
                 if select.select([ended], [], [], 0.05)[0]:
                     break
             below = descendants(learner.pid)
-            in_time = bool(select.select([ended], [], [], LIMIT_S)[0])
+            in_time = bool(select.select([ended], [], [], limit)[0])
             learner.kill()
             learner.wait()
             os.close(ended)
@@ -144,7 +195,7 @@ def peer(kind: str, fault: str) -> str:
             said.seek(0)
             text = said.read()
     stays = f"; {len(left)} of its processes stay" if left else ""
-    return outcome(text, learner.returncode, in_time) + stays
+    return outcome(text, learner.returncode, limit if not in_time else None) + stays
 
 
 def _left(below: Iterable[int]) -> list[int]:
@@ -160,22 +211,22 @@ def _left(below: Iterable[int]) -> list[int]:
     return left
 
 
-def outcome(text: str, code: int, in_time: bool) -> str:
-    """Say what became of a learner, by what it printed and how it ended."""
+def outcome(text: str, code: int, waited: float | None) -> str:
+    """Say what became of a learner, by what it printed and how it ended, or was ``waited`` for."""
     said = [line.removeprefix("SAID ") for line in text.splitlines() if line.startswith("SAID ")]
     if said:
-        return said[0] + ("" if in_time else f"; does not exit within {LIMIT_S:.0f} s")
-    if not in_time:
-        return f"hangs (more than {LIMIT_S:.0f} s)"
+        return said[0] + ("" if waited is None else f"; does not exit within {waited:.0f} s")
+    if waited is not None:
+        return f"hangs (more than {waited:.0f} s)"
     return f"the learner is killed by signal {-code}" if code < 0 else f"exits with code {code}"
 
 
-def peers(words: str) -> Cells:
-    """Run TorchRL's collectors."""
-    calls = [(name, kind) for name in matrix().FAULTS for kind in PEERS if words in name]
+def peers(columns: Sequence[str], words: str) -> Cells:
+    """Run peers."""
+    calls = [(name, kind) for kind in columns for name in matrix().FAULTS if words in name]
     found: Cells = defaultdict(lambda: defaultdict(list))
     with ThreadPoolExecutor(2) as pool:
-        said = pool.map(lambda call: peer(call[1].split()[1], call[0]), calls)
+        said = pool.map(lambda call: peer(call[1], call[0]), calls)
         for (fault, kind), text in zip(calls, said, strict=True):
             print(f"{fault}, {kind}: {text}", flush=True)
             found[fault][kind].append(("raise", text, ""))
@@ -232,22 +283,26 @@ def main() -> int:
     """Run the cells; return 1 if one is not as promised."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
     parser.add_argument("--publish", action="store_true", help="write docs/reliability.md")
-    parser.add_argument("--peers", action="store_true", help="TorchRL's collectors instead of ours")
+    parser.add_argument("--peers", choices=GROUPS, help="other libraries instead of ours")
     parser.add_argument("--ray", action="store_true", help="with the column of Ray")
     parser.add_argument("-k", default="", metavar="WORDS", help="only cells with these words")
     given = parser.parse_args()
     found, wrong = Collecting(), 0
     if given.peers:
-        cells = peers(given.k)
+        cells = peers(GROUPS[given.peers], given.k)
     else:
         found = ours(given.k, given.ray)
         cells, wrong = found.cells, found.wrong
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    of = f"TorchRL {version('torchrl')}" if given.peers else f"GleanRL {gleanrl.__version__}"
+    of = f"GleanRL {gleanrl.__version__}"
+    if given.peers:
+        others = ("gymnasium", "stable-baselines3", "ray")
+        names = ("torchrl",) if given.peers == "torchrl" else others
+        of = ", ".join(f"{name} {version(name)}" for name in names)
     text = f"{table(cells)}\n{of}, {datetime.date.today()}, {os.cpu_count()} cores, load {load}.\n"
     print(text)
     if given.publish:
-        publish("peers" if given.peers else "ours", text)
+        publish(given.peers or "ours", text)
     return int(bool(wrong))
 
 

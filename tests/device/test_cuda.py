@@ -17,7 +17,10 @@ from gleanrl import (
     ReplayBuffer,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),  # captured policies
+]
 WAYS = {
     "called": {},
     "compiled": {"compile_policy": True},
@@ -102,6 +105,52 @@ def test_workers_with_policies_on_the_gpu(kind, way):
         weight = grow(policy)
         collector.update_policy_weights_()
         for batch in itertools.islice(iterator, 50):  # at first those that workers had begun
+            check_told(batch)
+            if (batch["weight"] == weight).all():
+                break
+        check_told(batch, weight)
+
+
+@pytest.mark.parametrize("stored", ["cpu", "cuda"])
+@pytest.mark.parametrize(("way", "groups"), [("called", 1), ("called", 2), ("captured", 1)])
+def test_one_policy_on_the_gpu_for_workers_that_take_the_same_steps(way, groups, stored):
+    policy, weight = tells(), 1.0
+    with MultiSyncCollector(
+        [Walk] * 2,
+        policy,
+        num_envs=2,
+        env_groups=groups,
+        frames_per_batch=40,
+        inference="central",
+        storing_device=stored,
+        **WAYS[way],
+    ) as collector:
+        iterator = iter(collector)
+        for _ in range(6):
+            batch = next(iterator)
+            assert batch["seen"].device.type == stored
+            check_told(batch, weight)
+            weight = grow(policy)
+            collector.update_policy_weights_()
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process):
+    policy = tells(0)
+    given = {"policy_factory": tells} if process else {"policy": policy}
+    with MultiAsyncCollector(
+        [Walk] * 3,
+        frames_per_batch=10,
+        inference="central",
+        policy_process=process,
+        **given,
+    ) as collector:
+        iterator = iter(collector)
+        for _ in range(9):
+            check_told(next(iterator))
+        weight = grow(policy)
+        collector.update_policy_weights_(policy if process else None)
+        for batch in itertools.islice(iterator, 500):
             check_told(batch)
             if (batch["weight"] == weight).all():
                 break

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -511,10 +512,62 @@ def without_processes(column, later):
         sys.stdout.write(f"WorkerDied {time.monotonic() - began}")
 
 
+def shared_memory_is_full(column, small_disk):
+    """Collect where ``/dev/shm`` has no room."""
+    fill = "mount -t tmpfs -o size=4096 none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    enter = ["unshare", "--mount", "sh", "-c", f'{fill} && exec "$0" "$@"']
+    if os.geteuid() or not shutil.which("unshare") or subprocess.run([*enter, "true"]).returncode:
+        pytest.skip("a /dev/shm of one's own takes root")
+    done = subprocess.run(
+        [*enter, warm.PYTHON, "-c", script(f"without_shared_memory({column!r})")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return "goes on", float(done.stdout)
+
+
+def without_shared_memory(column):
+    """Print how long some batches of several megabytes take where ``/dev/shm`` is full."""
+    with pytest.raises(OSError, match="No space"):
+        Path("/dev/shm/more").write_bytes(bytes(1))
+    began = time.monotonic()
+    envs = [functools.partial(rig.Wide, number) for number in (0, 1)]
+    with collector_of(column, envs, total_frames=-1) as collector:
+        if not COLUMNS[column].background:
+            collections.deque(itertools.islice(collector, ENOUGH), 0)
+    sys.stdout.write(f"{time.monotonic() - began}")
+
+
+def the_clock_jumps(column, small_disk):
+    """Collect with a time limit while the date of this machine changes."""
+    began = time.monotonic()
+    envs = [functools.partial(Counting, number, pause=0.001) for number in (0, 1)]
+    options = {"timeout": TIMEOUT_S} if COLUMNS[column].workers else {}
+    jumps = itertools.cycle([0.0, 86_400.0, -86_400.0])
+    frames = 0
+    with (
+        rig.in_time(),
+        pytest.MonkeyPatch.context() as patch,
+        collector_of(column, envs, total_frames=-1, **options) as collector,
+    ):
+        now = time.time
+        patch.setattr(time, "time", lambda: now() + next(jumps))
+        for _ in range(ENOUGH):
+            frames += collector.next().numel()
+        stats = collector.stats()
+        assert stats["frames"] == frames == ENOUGH * COLUMNS[column].parts * PER_WORKER
+    return "goes on", time.monotonic() - began
+
+
 SCARCE = {
     "full disk of a recording": (the_disk_is_full, [*COLUMNS][:-1]),
     "no descriptors at the start": (no_descriptors, [*COLUMNS][1:-1]),
     "no descriptors for a replacement": (no_descriptors_for_a_replacement, ["sync", "async"]),
+    "full /dev/shm": (shared_memory_is_full, [*COLUMNS][:-1]),
+    "the date changes": (the_clock_jumps, [name for name in COLUMNS if name != "background"][:-1]),
     "fork fails at the start": (fork_fails, ["sync", "async", "central", "central async"]),
     "fork fails for a replacement": (functools.partial(fork_fails, later=True), ["sync"]),
 }
@@ -528,6 +581,8 @@ SCARCE_CELLS = [Cell(name, column) for name, (_, columns) in SCARCE.items() for 
         {
             Cell("full disk of a recording", "sync"),
             Cell("no descriptors at the start", "central async"),
+            Cell("full /dev/shm", "async"),
+            Cell("the date changes", "sync"),
             Cell("no descriptors for a replacement", "sync"),
         },
     ),
