@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from gleanrl import ConfigError, EnvError
-from gleanrl.collectors import Collector, MultiAsyncCollector
+from gleanrl.collectors import Collector, Evaluator, MultiAsyncCollector
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # of EnvPool's bounds
 IDS = ("collector", "traj_ids")
@@ -281,6 +281,15 @@ def test_whole_trajectories_come_out_of_pools_in_workers():
         ends = batch["next", "done"][..., 0] & batch["collector", "mask"]
         assert (ends.sum(1) == 1).all()
     collector.shutdown()
+
+
+def test_evaluations_take_equally_many_episodes_of_each_environment():
+    lengths = [1, 2, 3, 14]
+    evaluator = Evaluator(
+        lambda: AtariVectorEnv(lengths, 2), clock_policy, num_trajectories=8, backend="inline"
+    )
+    assert sorted(evaluator.evaluate().lengths) == sorted(2 * lengths)
+    evaluator.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gleanrl.core.returns import Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.chunks import Chunks
 from gleanrl.rollout.dense_loop import DenseRollout
 from gleanrl.rollout.pool_loop import logged_fields, next_step
@@ -36,7 +37,6 @@ class AsyncPoolRollout(DenseRollout):
     """
 
     collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
-    _DRAW_AHEAD = 32
     tracker: _RowsTracker
 
     def __init__(
@@ -54,6 +54,7 @@ class AsyncPoolRollout(DenseRollout):
             )
         self._pool = pool
         super().__init__(pool, first, policy, options)
+        self.num_envs, self._width = pool.all_envs, pool.num_envs
         if isinstance(policy, ProgramPolicy):
             policy.forgets = True  # each row is of other environments than the row before
         self._logged = logged_fields(
@@ -81,9 +82,11 @@ class AsyncPoolRollout(DenseRollout):
         with self.rolling():
             chunks.begin(self._next_root, self._pool.at_hand)
             act, step = self._clock.begin(lambda t: policy.act(t), self._pool.step)
-            while (missing := self.num_envs - len(chunks.full)) > 0:
+            while (missing := self._width - len(chunks.full)) > 0:
                 count = chunks.rows_needed(missing)
                 self._pool.begin(chunks.window, chunks.next_root)
+                if isinstance(policy, RandomActions):
+                    policy.draw_from(self.streams, count)
                 policy.begin(chunks.window, chunks.next_root)
                 follow = self._states.begin(chunks, self._pool.ids)
                 next_step(act, step, follow, 0, count, _NEVER)
@@ -99,7 +102,7 @@ class AsyncPoolRollout(DenseRollout):
                 for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
                     window.array(key)[...] = versions
         discarded, self._discarded = self._discarded, 0
-        return self._report(steps, discarded)
+        return replace(self._report(steps, discarded), frames=steps * self._width)
 
     def _ready_chunks(self, steps: int) -> Chunks:
         """Return the chunks of rollouts of ``steps`` steps.
@@ -108,7 +111,7 @@ class AsyncPoolRollout(DenseRollout):
             ConfigError: rollouts had another length before.
         """
         if self._chunks is None:
-            size = self._pool.all_envs, self.num_envs, steps
+            size = self.num_envs, self._width, steps
             self._chunks = Chunks(*self._logged, self._arriving, size)
         elif self._chunks.steps != steps:
             raise ConfigError(
@@ -191,7 +194,7 @@ class _RowsTracker(Tracker):
         envs, part = self.rows[rows], Tracker(len(rows), None)
         part._index, part._stride = self._index[envs], self._stride
         part._episode, part._age = self._episode[envs], self._age[envs]
-        part._begun = np.flatnonzero(np.isin(envs, self._begun))
+        part._begun = np.flatnonzero(np.isin(envs, self._begun)) if len(self._begun) else rows[:0]
         part._sums = EpisodeSums()
         part._sums.running = self._sums.running[:, envs]
         where, ends = self._all_ends
@@ -199,6 +202,7 @@ class _RowsTracker(Tracker):
         part._all_ends = np.array((np.searchsorted(rows, where[mine]), ends[mine]))
         part.finish(steps, rewards, ids, None)
         self._episode[envs], self._age[envs] = part._episode, part._age
-        self._begun = np.setdiff1d(self._begun, envs)
+        if len(self._begun):
+            self._begun = np.setdiff1d(self._begun, envs)
         self._sums.running[:, envs] = part._sums.running
         return part.ended
