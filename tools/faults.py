@@ -133,7 +133,7 @@ def rllib(kind, fault, mark):
     import numpy, ray
     from ray.rllib.algorithms.ppo import PPOConfig
     os.environ["PYTHONPATH"] = ":".join(sys.path)  # of actors
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     def env(config):
         return make(1, fault, mark) if config.worker_index == 2 else make(0)
     ray.tune.register_env("counting", env)

@@ -40,8 +40,11 @@ import gleanrl
 from tools import trials
 
 WORKERS = 2
-LATE_S = 5.0
-"""An error that needs longer than this, and a process that stays longer, is a finding."""
+LATE_S = 5.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+"""An error that needs longer than this, and a process that stays longer, is a finding.
+
+Where processes wait for processors, each gets its share of the time.
+"""
 CASE_S = 60.0
 """A learner that needs longer than this hangs."""
 _SUBREAPER = 36

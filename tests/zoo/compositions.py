@@ -23,7 +23,7 @@ from tests.zoo import gym_toys
 from tests.zoo.cases import SEED, Action, Environment, Policy
 from tests.zoo.laws import fits
 from tests.zoo.policies import POLICIES
-from tests.zoo.reference import ReusingTwin
+from tests.zoo.reference import ReusingTwin, TensorDictTwin
 from torchrl.data import Unbounded
 from torchrl.envs import (
     BinarizeReward,
@@ -251,17 +251,19 @@ class Composition:
         own = {"max_frames_per_traj": self.cut} if self.cut and "step_count" not in keys else {}
         name = f"composed-{self.seed}"
         base = self.base()
+        reuses = isinstance(base, gym_toys.ReusedObservation)
+        twin = ReusingTwin if reuses else TensorDictTwin  # entries may be views of each other
         tags = {
             "init": "is_init" in keys,
             "cut": bool(own),
             "draws": isinstance(base, gym_toys.Draws) or bool(self.leading),
             "primed": "hidden" in keys,
-            "reuses": isinstance(base, gym_toys.ReusedObservation),
+            "reuses": reuses,
         }
         return Environment(
             name,
             self.make,
-            lambda: ReusingTwin(self.make()),
+            lambda: twin(self.make()),
             self.action,
             obs=obs,
             shape=tuple(spec.shape[len(batch) :]),
