@@ -96,6 +96,27 @@ def cartpole_envpool(count: int) -> Any:
     return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=count, num_threads=1, seed=0)
 
 
+def pong_envpool(count: int, size: int) -> Any:
+    """Return EnvPool's Pong on one thread, which answers for ``size`` of ``count`` at a time."""
+    import envpool
+
+    return envpool.make_gymnasium("Pong-v5", num_envs=count, batch_size=size, num_threads=1)
+
+
+def cartpole_async_envpool(count: int, size: int) -> Any:
+    """Return EnvPool's CartPole on one thread, which answers for ``size`` at a time."""
+    import envpool
+
+    return envpool.make_gymnasium("CartPole-v1", num_envs=count, batch_size=size, num_threads=1)
+
+
+def pong_ale_pool(count: int, size: int) -> Any:
+    """Return ALE's own vector Pong on one thread, which answers for ``size`` at a time."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv("pong", num_envs=count, batch_size=size, num_threads=1)
+
+
 class Seeds:
     """A factory for ``num_envs=``: each call makes an environment with the next seed."""
 

@@ -38,6 +38,9 @@ def all_cases() -> list[Case]:
         pong(),
         *(pool(*ENVPOOL, mlp) for mlp in (False, True)),
         *(pool(*NATIVE, mlp) for mlp in (False, True)),
+        async_pool("envpool-async-random", "EnvPool CartPole", envs.cartpole_async_envpool, 2),
+        async_pool("envpool-async-pong", "EnvPool Pong", envs.pong_envpool, 6),
+        async_pool("ale-async-pong", "ALE vector Pong", envs.pong_ale_pool, 6),
         *torchrl_envs.all_cases(),
     ]
 
@@ -164,4 +167,23 @@ def pool(
         lambda: ours.inline(make(count), policy, count * STEPS),
         Reference("bare loop", bare, 0.9),
         random=not mlp,
+    )
+
+
+def async_pool(name: str, title: str, make: Callable[[int, int], Any], actions: int) -> Case:
+    """A pool of 64 that answers for 32 at a time, random policy."""
+    steps = STEPS if actions == 2 else 16
+
+    def bare(stores: bool) -> System:
+        actor = hand.RandomActor(steps, 32, actions, arrays=np.int32)
+        return hand.async_pool_loop(make(64, 32), steps, actor, stores)
+
+    return Case(
+        name,
+        f"{title} x64, 32 at a time, random policy",
+        lambda: ours.inline(make(64, 32), None, 32 * steps),
+        (
+            Reference("bare send and recv", lambda: bare(False), 0.9),
+            Reference("bare loop that stores rows", lambda: bare(True)),
+        ),
     )

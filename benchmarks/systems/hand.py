@@ -305,6 +305,41 @@ def hand_loop(factories: Sequence[EnvFactory], steps: int, actor: Actor) -> Syst
     return System(collect, memory.fields)
 
 
+def async_pool_loop(pool: Any, steps: int, actor: Actor, stores: bool) -> System:
+    """Return a loop over a pool that answers for some environments at a time.
+
+    Args:
+        pool: The pool.
+        steps: Answers per batch.
+        actor: What acts, for the environments of an answer.
+        stores: Whether rows of all answers are stored, as they come; else nothing is.
+    """
+    observation, infos = pool.reset()
+    ids = infos["env_id"]
+    memory = _Memory(observation, steps, actor)
+    rows, rewards = list(memory.rows), memory.reward
+    _, terminated, truncated = memory.flags
+    envs = np.zeros((steps, len(ids)), np.int64)
+    by_id = "ale" not in type(pool).__module__  # ALE's knows for whom actions are
+    seen = rows[0]
+
+    @torch.no_grad()
+    def collect() -> int:
+        nonlocal ids
+        seen[...] = rows[steps]
+        actor.begin(memory.tensors)
+        for t in range(steps):
+            answer = pool.step(actor(t), ids) if by_id else pool.step(actor(t))
+            ids = answer[-1]["env_id"]
+            if stores:
+                rows[t + 1][...], rewards[t], terminated[t], truncated[t], _ = answer
+                envs[t] = ids
+        actor.finish()
+        return steps * len(ids)
+
+    return System(collect, end=pool.close)
+
+
 def pool_loop(pool: Any, steps: int, actor: Actor) -> System:
     """Return a loop that steps the pool ``T`` times per batch and stores every row.
 

@@ -402,11 +402,6 @@ def test_state_goes_into_a_new_source():
     assert (after[TRAJ][:, 0] > before[TRAJ][:, -1]).all()
 
 
-def test_pools_that_answer_for_some_only_are_refused(envpool):
-    with pytest.raises(ConfigError, match="answers for 2 of its 4 environments"):
-        serve(envpool.make_gymnasium("CartPole-v1", num_envs=4, batch_size=2))
-
-
 def test_pools_with_the_other_interface_are_refused(envpool):
     with pytest.raises(ConfigError, match=r"envpool\.make_gymnasium"):
         serve(envpool.make_dm("CartPole-v1", num_envs=4))

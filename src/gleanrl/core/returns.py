@@ -82,18 +82,18 @@ class EpisodeSums:
     many are added up at once.
     """
 
-    def __init__(self) -> None:
-        """Start before the first rollout."""
-        self._open: Array = np.empty((2, 0))
+    def __init__(self, envs: int = 0) -> None:
+        """Start before the first rollout of ``envs`` environments; by default it tells how many."""
+        self.running: Array = np.zeros((2, envs))
         """Return and length of the running episode of each environment."""
 
     def state(self) -> torch.Tensor:
         """Return the running episodes."""
-        return torch.from_numpy(self._open.copy())
+        return torch.from_numpy(self.running.copy())
 
     def load_state(self, state: torch.Tensor) -> None:
         """Continue from a state of `state`."""
-        self._open = state.numpy().copy()
+        self.running = state.numpy().copy()
 
     def add(self, rollouts: Sequence[Ended]) -> tuple[Array, list[int]]:
         """Take in the next rollouts; return the episodes that ended, and how many in each."""
@@ -116,10 +116,10 @@ class EpisodeSums:
             rewards.append(np.ndarray((envs, steps), kind.decode(), ended, _HEAD.size))
             start = _HEAD.size + size
             ends.append(np.ndarray((2, (len(ended) - start) // 16), np.int64, ended, start))
-        if not self._open.size:
-            self._open = np.zeros((2, envs))
+        if not self.running.size:
+            self.running = np.zeros((2, envs))
         # Column 0 is the step before: it has what running episodes have returned so far.
-        values = np.concatenate([self._open[0][:, None], *rewards], 1)
+        values = np.concatenate([self.running[0][:, None], *rewards], 1)
         width = values.shape[1]
         row, column = np.concatenate(ends, 1)
         ended = column > 0
@@ -134,9 +134,9 @@ class EpisodeSums:
         run = np.arange(len(lengths)).repeat(lengths)
         """Which run of frames of one episode each frame is part of."""
         totals: Array = np.array([np.bincount(run, values.reshape(-1)), lengths])
-        totals[1, run[::width]] += self._open[1] - 1
-        self._open = totals[:, run[width - 1 :: width]]
-        self._open[:, row[column + 1 == width]] = 0
+        totals[1, run[::width]] += self.running[1] - 1
+        self.running = totals[:, run[width - 1 :: width]]
+        self.running[:, row[column + 1 == width]] = 0
         of = np.arange(len(numbers)).repeat(numbers)[ended]
         return totals[:, run[last[ended]]].T, np.bincount(of, minlength=len(numbers)).tolist()
 

@@ -11,6 +11,7 @@ import gymnasium as gym
 from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import SourceOptions
+from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
 from gleanrl.envs.rehearsal import transformed_rows
@@ -59,6 +60,9 @@ def make_env(options: SourceOptions) -> Made:
         ]
         if several or num_envs is not None:
             return _batch(built, options, made)
+        if is_vector_env(built[0]) and is_async_pool(built[0]):
+            again = partial(build, given, options.create_env_kwargs) if made else None
+            return AsyncPool(built[0], options, again)
         return _adapt(built[0], options, bool(made))
 
 

@@ -47,7 +47,7 @@ class VectorAdapter(WindowEnv):
     _info_writer = VectorInfoWriter
     _batched = True
 
-    def __init__(self, resets: _Resets, options: GymOptions) -> None:
+    def __init__(self, resets: VectorResets, options: GymOptions) -> None:
         """Take over the environment of ``resets``, built and not yet reset.
 
         Raises:
@@ -55,7 +55,7 @@ class VectorAdapter(WindowEnv):
                 cannot be.
         """
         self._resets, env = resets, resets.env
-        self.num_envs = int(env.num_envs)
+        self.num_envs, self.all_envs = resets.rows, int(env.num_envs)
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
         )
@@ -160,7 +160,7 @@ class VectorAdapter(WindowEnv):
             ConfigError: only some are asked for, and this environment cannot do that.
         """
         where: Array | slice = _ALL
-        if envs is None or len(set(envs)) == self.num_envs:
+        if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
         elif self.can_cut:
             where = np.array(sorted(set(envs)), np.int64)
@@ -184,7 +184,7 @@ class VectorAdapter(WindowEnv):
         """
         seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)
-        return seed if static else seed + self.num_envs - 1
+        return seed if static else seed + self.all_envs - 1
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         return save_state(self._resets.env, allow_pickle)
@@ -229,7 +229,8 @@ class NextStepPool(VectorAdapter):
         self._advance(t)
 
 
-def _taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
+def taken_apart(result: Any, count: int, rows: Array | slice = _ALL) -> VectorReset:
+    """Return the results of a reset of ``rows``, which are ``count`` environments."""
     who = "the vector environment's reset"
     return VectorReset(*check_reset(result, who, "(observation, infos)"), count, rows)
 
@@ -281,7 +282,7 @@ def _copying(
     return (owned(result[0]), *result[1:])
 
 
-class _Resets:
+class VectorResets:
     """Resets and seeds a vectorised environment of Gymnasium's."""
 
     def __init__(self, env: Any, *, in_step: bool, singly: bool) -> None:
@@ -295,16 +296,21 @@ class _Resets:
         self.members = _Members(base.envs, in_step) if isinstance(base, SyncVectorEnv) else None
         """The watched members, whose results are copied."""
 
+    @property
+    def rows(self) -> int:
+        """Environments that a step answers for."""
+        return int(self.env.num_envs)
+
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         seed, self._seed = self._seed, None
         result = self.env.reset(seed=seed, options=dict(options) or None)
-        return _taken_apart(result, self.env.num_envs)
+        return taken_apart(result, self.rows)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         mask = np.zeros(self.env.num_envs, bool)
         mask[envs] = True
         result = self.env.reset(options={**options, "reset_mask": mask})
-        return _taken_apart(result, self.env.num_envs, envs)
+        return taken_apart(result, self.env.num_envs, envs)
 
     def forget_seed(self) -> None:
         """Reset without a seed, because random streams are to continue."""
@@ -317,7 +323,7 @@ class _Resets:
         self._seed = [seed] * self.env.num_envs if static and listable else seed
 
 
-class _EnvPoolResets(_Resets):
+class EnvPoolResets(VectorResets):
     """Resets and seeds an EnvPool with the Gymnasium interface; it must answer for all at once."""
 
     def __init__(self, env: Any) -> None:
@@ -326,23 +332,17 @@ class _EnvPoolResets(_Resets):
                 f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
                 "envpool.make_gymnasium"
             )
-        if env.is_async:  # type: ignore[attr-defined]  # EnvPool's own
-            size, count = env.config["batch_size"], env.config["num_envs"]  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"an EnvPool that answers for {size} of its {count} environments at a time cannot "
-                "be stepped as one batch; leave out batch_size"
-            )
         _make_spaces(env)
         super().__init__(env, in_step=False, singly=True)
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         result = self.env.reset(**({"options": dict(options)} if options else {}))
-        return _taken_apart(result, self.env.num_envs)
+        return taken_apart(result, self.rows)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         # An EnvPool answers for the environments it was asked about only, in the order asked.
         result = self.env.reset(envs.astype(np.int32), **({"options": options} if options else {}))
-        return _taken_apart(result, len(envs))
+        return taken_apart(result, len(envs))
 
     def seed(self, seed: int, static: bool) -> None:
         """Make the pool again, because an EnvPool is seeded at its construction."""
@@ -364,7 +364,7 @@ def _make_spaces(env: Any) -> None:
         _ = env.observation_space, env.action_space
 
 
-def _is_envpool(given: Any) -> bool:
+def is_envpool(given: Any) -> bool:
     """Tell whether ``given`` is an EnvPool, without importing it."""
     return any(
         base.__name__ == "EnvPoolMixin" and base.__module__.partition(".")[0] == "envpool"
@@ -374,7 +374,7 @@ def _is_envpool(given: Any) -> bool:
 
 def is_vector_env(given: Any) -> bool:
     """Tell whether ``given`` is a vectorised environment that `make_vector` can read."""
-    return isinstance(given, VectorEnv) or _is_envpool(given)
+    return isinstance(given, VectorEnv) or is_envpool(given)
 
 
 def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
@@ -390,13 +390,13 @@ def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
     Raises:
         ConfigError: the environment does not say how it resets, or in a way that loses data.
     """
-    if _is_envpool(env):
-        return NextStepPool(_EnvPoolResets(env), options)
+    if is_envpool(env):
+        return NextStepPool(EnvPoolResets(env), options)
     mode = _mode(env)
     # Only these two are known to honour a reset mask in every mode. Wrappers around them are not:
     # some of Gymnasium's own refuse the mask or lose it on the way.
     known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
-    resets = _Resets(
+    resets = VectorResets(
         env,
         in_step=mode is AutoresetMode.SAME_STEP,
         singly=known or mode is AutoresetMode.DISABLED,

@@ -122,6 +122,15 @@ class ProgramPolicy:
     def memory(self, entries: Any) -> None:
         self._called.remember(entries)
 
+    @property
+    def forgets(self) -> bool:
+        """Whether the policy gets nothing but states of what it wrote at the step before."""
+        return self._called.forgets
+
+    @forgets.setter
+    def forgets(self, value: bool) -> None:
+        self._called.forgets = value
+
     def zero_memory(self, envs: Sequence[int]) -> None:
         """Zero what the policy wrote at the root before, in the rows of ``envs``.
 
@@ -324,6 +333,7 @@ class _TensorDictOverRows:
     ) -> None:
         self._policy, self._signature, self._env = policy, signature, env
         self._device = device
+        self.forgets = False
         self._root: TensorDictBase | None = None
         outputs = signature.trace.outputs
         self._shown = {field.key: field.dtype for field in env.observations}
@@ -360,7 +370,7 @@ class _TensorDictOverRows:
         ]
 
     def act(self, t: int) -> None:
-        root = self._root
+        root = self._first() if self.forgets else self._root
         assert root is not None
         shown = []
         for name, key, rows in self._loads:

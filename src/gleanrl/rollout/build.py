@@ -18,6 +18,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, Policy, Pool, Source
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.row_env import EnvRows, RowEnv
@@ -44,10 +45,12 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomPolicy
+from gleanrl.rollout.async_pool_loop import AsyncPoolRollout
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 
+_LOOPS = ((NextStepPool, PoolRollout), (AsyncPool, AsyncPoolRollout))
 _ONLY_KNOWN = (
     "vector environments do not deliver; vectorise single environments with num_envs= instead"
 )
@@ -111,8 +114,9 @@ class SourceBuilder:
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
-        kind = PoolRollout if isinstance(made, NextStepPool) else DenseRollout
-        return kind(made, first, policy, self.options)  # type: ignore[arg-type]  # each its own
+        kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), DenseRollout)
+        source: Source = kind(made, first, policy, self.options)
+        return source
 
     def _serve_transformed(self, made: TransformedRows) -> Source:
         """Serve by rows if the policy takes them; else by the environment's own methods."""

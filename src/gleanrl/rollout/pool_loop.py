@@ -167,7 +167,9 @@ class PoolRollout(DenseRollout):
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
-        self._logged = _logged(self._fields.layout, self._fields.root_fields, pool.layout, policy)
+        self._logged = logged_fields(
+            self._fields.layout, self._fields.root_fields, pool.layout, policy
+        )
         _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._log: StepLog | None = None
         self._discarded = 0
@@ -261,7 +263,7 @@ class PoolRollout(DenseRollout):
             self._discarded += self._log.reset(which)
 
 
-def _logged(
+def logged_fields(
     layout: Layout, root_fields: Sequence[Field], env: EnvLayout, policy: Policy
 ) -> tuple[list[Field], list[Key]]:
     """Return the fields of the log, and the root keys that give ``"next"`` from the next row."""

@@ -1,0 +1,208 @@
+"""The loop of asynchronous pools: the policy acts for the environments that answer first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gleanrl.core.errors import ConfigError
+from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, Key, next_key
+from gleanrl.core.layout import Layout
+from gleanrl.core.messages import Report
+from gleanrl.core.options import SourceOptions
+from gleanrl.core.protocols import Policy, Stop
+from gleanrl.core.returns import Ended, EpisodeSums, episodes_that_ended
+from gleanrl.core.window import Array, Window
+from gleanrl.envs.async_pool import AsyncPool
+from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.random import RandomActions
+from gleanrl.rollout.chunks import Chunks
+from gleanrl.rollout.dense_loop import DenseRollout
+from gleanrl.rollout.pool_loop import logged_fields, next_step
+from gleanrl.rollout.source import BaseSource
+from gleanrl.rollout.tracker import Tracker
+
+_NEVER = bytearray(1)
+"""A stop byte that nobody raises: a rollout ends when enough environments have all of its steps."""
+
+
+class AsyncPoolRollout(DenseRollout):
+    """The source of pools that answer for ``M`` of ``N`` environments at a time.
+
+    A rollout has ``M`` rows, each with consecutive transitions of one environment: of those that
+    were first, so that one that is slow holds up no other. Trajectory ids tell which they are.
+    """
+
+    collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
+    tracker: _RowsTracker
+
+    def __init__(
+        self, pool: AsyncPool, first: Window, policy: Policy, options: SourceOptions
+    ) -> None:
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
+
+        Raises:
+            ConfigError: ``reset_at_each_iter``, or a dtype that numpy has none like.
+        """
+        if options.reset_at_each_iter:
+            raise ConfigError(
+                "reset_at_each_iter would discard the steps of environments that are not first; "
+                "leave out batch_size where the pool is made"
+            )
+        self._pool = pool
+        super().__init__(pool, first, policy, options)
+        self.num_envs, self._width = pool.all_envs, pool.num_envs
+        if isinstance(policy, ProgramPolicy):
+            policy.forgets = True  # each row is of other environments than the row before
+        self._logged = logged_fields(
+            self._fields.layout, self._fields.root_fields, pool.layout, policy
+        )
+        self._arriving = [next_key(field.key) for field in pool.layout.rewards]
+        self._arriving += [next_key(key) for group in pool.layout.dones for key in group.keys()]
+        _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
+        self._chunks: Chunks | None = None
+        self._states = _States(policy, pool.all_envs)
+        self._states.restart(pool.at_hand)
+        self._discarded = 0
+
+    def _make_tracker(self) -> Tracker:
+        return _RowsTracker(self._pool.all_envs)
+
+    def layout(self) -> Layout:
+        """Describe one step; a rollout has rows of some of the environments."""
+        return replace(super().layout(), environments=self._pool.all_envs)
+
+    def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
+        """Fill ``window`` with ``steps`` steps of the environments that are first."""
+        policy = self._random if random else self._policy
+        chunks = self._ready_chunks(steps)
+        with self.rolling():
+            chunks.begin(self._next_root, self._pool.at_hand)
+            act, step = self._clock.begin(lambda t: policy.act(t), self._pool.step)
+            while (missing := self._width - len(chunks.full)) > 0:
+                count = chunks.rows_needed(missing)
+                self._pool.begin(chunks.window, chunks.next_root)
+                if isinstance(policy, RandomActions):
+                    policy.draw_from(self.streams, count)
+                policy.begin(chunks.window, chunks.next_root)
+                follow = self._states.begin(chunks, self._pool.ids)
+                next_step(act, step, follow, 0, count, _NEVER)
+                self._pool.finish(count)
+                policy.finish(count)
+                chunks.take(count, self._pool.ids, self.policy_version)
+            chunks.root(self._next_root)
+            self._fields.begin(window, self._next_root)
+            self.tracker.rows, versions = chunks.deliver(window)
+            self.tracker.end_all(window.array(next_key(DONE))[..., 0])
+            self._fields.finish(window, self.tracker, steps, self.policy_version)
+            if self.options.track_policy_version:
+                for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
+                    window.array(key)[...] = versions
+        discarded, self._discarded = self._discarded, 0
+        return replace(self._report(steps, discarded), frames=steps * self._width)
+
+    def _ready_chunks(self, steps: int) -> Chunks:
+        """Return the chunks of rollouts of ``steps`` steps.
+
+        Raises:
+            ConfigError: rollouts had another length before.
+        """
+        if self._chunks is None:
+            size = self.num_envs, self._width, steps
+            self._chunks = Chunks(*self._logged, self._arriving, size)
+        elif self._chunks.steps != steps:
+            raise ConfigError(
+                f"all rollouts of an asynchronous pool must be of one length, not of "
+                f"{self._chunks.steps} and of {steps} steps"
+            )
+        return self._chunks
+
+    def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
+        super()._reset(envs, options)
+        self._states.restart(self._pool.at_hand)
+        if self._chunks is not None:
+            self._discarded += self._chunks.reset()
+
+
+class _States:
+    """Recurrent states and ``"is_init"`` of each environment between its rows."""
+
+    def __init__(self, policy: Policy, envs: int) -> None:
+        self._states, self._init = policy.states, IS_INIT in policy.provided
+        self._kept: dict[Key, Array] = {}
+        self._over = np.ones(envs, bool)
+        """Environments whose next answer begins an episode."""
+
+    def begin(self, chunks: Chunks, ids: Array) -> Callable[[int], None] | None:
+        """Return a function to call after every step, or ``None`` if there is nothing to do."""
+        if not self._states and not self._init:
+            return None
+        rows, over = chunks.rows, self._over
+        for key in self._states:
+            if key not in self._kept:
+                self._kept[key] = np.zeros((len(over), *rows[key].shape[2:]), rows[key].dtype)
+
+        def follow(t: int) -> None:
+            before, now = ids[t], ids[t + 1]
+            first = over[now]
+            for key, kept in self._kept.items():
+                kept[before] = rows[key][t + 1]
+                kept[now[first]] = 0
+                rows[key][t + 1] = kept[now]
+            if self._init:
+                rows[IS_INIT][t + 1, :, 0] = first
+            over[now] = rows[next_key(DONE)][t, :, 0]
+
+        return follow
+
+    def restart(self, at_hand: Array) -> None:
+        """Have every environment begin an episode; those ``at_hand`` have begun it."""
+        self._over[:] = True
+        self._over[at_hand] = False
+
+
+class _RowsTracker(Tracker):
+    """Counts episodes and steps of ``N`` environments; a rollout has rows of some of them."""
+
+    _sums: EpisodeSums
+
+    def __init__(self, envs: int) -> None:
+        super().__init__(envs, None)
+        self._sums = EpisodeSums(envs)
+        self.rows = np.arange(0)
+        """The environment of each row of the rollout."""
+
+    def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
+        # An environment may have several rows: first those that are the first of theirs.
+        order = np.argsort(self.rows, kind="stable")
+        envs = self.rows[order]
+        nth = np.empty_like(order)
+        nth[order] = np.arange(len(envs)) - np.searchsorted(envs, envs)
+        ended = []
+        for turn in range(int(nth.max()) + 1):
+            rows = np.flatnonzero(nth == turn)
+            own = None if ids is None else ids[rows]
+            ended.append(self._finish_rows(rows, steps, rewards[rows], own))
+            if ids is not None:
+                ids[rows] = own
+        self.ended = episodes_that_ended(EpisodeSums().add(ended)[0])
+
+    def _finish_rows(self, rows: Array, steps: int, rewards: Array, ids: Array | None) -> Ended:
+        envs, part = self.rows[rows], Tracker(len(rows), None)
+        part._index, part._stride = self._index[envs], self._stride
+        part._episode, part._age = self._episode[envs], self._age[envs]
+        part._begun = np.flatnonzero(np.isin(envs, self._begun)) if len(self._begun) else rows[:0]
+        part._sums = EpisodeSums()
+        part._sums.running = self._sums.running[:, envs]
+        where, ends = self._all_ends
+        mine = np.isin(where, rows)
+        part._all_ends = np.array((np.searchsorted(rows, where[mine]), ends[mine]))
+        part.finish(steps, rewards, ids, None)
+        self._episode[envs], self._age[envs] = part._episode, part._age
+        if len(self._begun):
+            self._begun = np.setdiff1d(self._begun, envs)
+        self._sums.running[:, envs] = part._sums.running
+        return part.ended
