@@ -400,6 +400,11 @@ def test_a_policy_that_fails_is_one_line_and_the_data_so_far_are_kept(
         (["collect", "CartPole-v1", "--async"], "say how many with --workers N"),
         (["collect", "CartPol-v1", "--workers", "1"], "error: no environment is .*CartPole-v1"),
         (["bench", "CartPol-v1"], "CartPole-v1"),
+        (["collect", "CartPole-v1", "--central", "1"], "--central G needs --workers N"),
+        (
+            ["collect", "CartPole-v1", "--central", "2", "--workers", "1", "--num-envs", "3"],
+            "--central 2 must divide --num-envs 3",
+        ),
         (["bench", "CartPole-v1", "--seconds", "0"], "'0' is not a positive number of seconds"),
         (["bench", "CartPole-v1", "--seconds", "soon"], "'soon' is not a positive number"),
         (["bench", "CartPole-v1", "--workers", "1,x"], "'x' is not a whole number"),

@@ -135,7 +135,11 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     content = json.loads(path.read_text())
     tried = [(row["workers"], row["num_envs"], row["async"]) for row in content["settings"]]
     assert tried[:4] == [(0, 1, False), (0, 2, False), (1, 1, False), (1, 2, False)]
-    assert tried[4] in [(1, 1, True), (1, 2, True)]
+    fastest = max(content["settings"][2:4], key=lambda row: row["frames_per_second"])["num_envs"]
+    assert tried[4] == (1, fastest, True)
+    central = [row["central"] for row in content["settings"]]
+    assert central == [*[None] * 5, *range(1, fastest + 1)]
+    assert all(0 < row["shares"]["env"] < 1 for row in content["settings"])
     rates = [row["frames_per_second"] for row in content["settings"]]
     best = content["settings"][content["best"]]
     assert best["frames_per_second"] == max(rates) > 0
@@ -147,8 +151,9 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     marked = [line for line in out.splitlines() if line.startswith("best")]
     assert len(marked) == 1
     assert "100 %" in marked[0]
+    total = 5 + fastest
     assert [line.split(":")[0] for line in err.splitlines()] == [
-        f"CartPole-v1 {n}/5" for n in range(1, 6)
+        f"CartPole-v1 {n}/{total if n > 3 else 4}" for n in range(1, total + 1)
     ]
 
 
@@ -181,12 +186,22 @@ def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys, tmp_path, po
     arguments = ("--seconds", 0.2, "--workers", 1, "--num-envs", 1, "--policy", policy)
     code, out, err = run(capsys, "bench", "CartPole-v1", *arguments, "--out", path)
     assert code == 0
-    assert err.splitlines()[-1] == "CartPole-v1 2/3: 1 worker with 1 environment: failed"
+    assert err.splitlines()[-1] == "CartPole-v1 2/2: 1 worker with 1 environment: failed"
     content = json.loads(path.read_text())
     rates = [row["frames_per_second"] for row in content["settings"]]
     assert (rates[0] > 0, rates[1:], content["best"]) == (True, [None], 0)
     assert "worker 0 raised ZeroDivisionError" in content["settings"][1]["error"]
     assert lines_of(out)["failed"].startswith("1 worker with 1 environment: worker 0 raised")
+
+
+def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, policy_file):
+    path = tmp_path / "data"
+    code, _, err = run(
+        capsys, "collect", "CartPole-v1", "--workers", 2, "--num-envs", 2, "--central", 2,
+        "--policy", policy_file(), "--frames", 80, "--frames-per-batch", 40, "--out", path,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert card_of(path)["frames"] == 80
 
 
 @MODES

@@ -15,6 +15,7 @@ from gleanrl.cli.command_options import BenchOptions, CollectOptions
 from gleanrl.cli.display import print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.topology import (
+    RANDOM,
     batch_steps,
     call,
     check,
@@ -35,7 +36,8 @@ _PILOT_STEPS = 4
 _PILOT_SECONDS = 0.3
 _BATCHES = 10
 """A setting makes at least about this many batches."""
-_HEADERS = ("", "setting", "frames/s", "of best", "start")
+_SHARES = ("env", "policy", "wait")
+_HEADERS = ("", "setting", "frames/s", "of best", "start", *_SHARES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Result:
     seconds: float = 0.0
     start_s: float = 0.0
     """Seconds from the call to the first batch."""
+    shares: tuple[float, ...] = ()
+    """Those of `_SHARES` in the time of a worker, or of this process where the policy is here."""
     error: str | None = None
     """The reason for a missing figure."""
 
@@ -70,21 +74,25 @@ class Results:
         """The fastest, ``None`` if nothing could be measured."""
         return max((row for row in self.rows if row.rate), key=lambda row: row.rate, default=None)
 
-    def asynchronous_twin(self) -> CollectOptions | None:
-        """Return the fastest setting with workers, made asynchronous."""
+    def twins(self) -> list[CollectOptions]:
+        """Return the fastest setting with workers, made asynchronous, and with one policy."""
         found = [row for row in self.rows if row.rate and row.setting.workers]
         if not found:
-            return None
-        return replace(max(found, key=lambda row: row.rate).setting, asynchronous=True)
+            return []
+        fastest = max(found, key=lambda row: row.rate).setting
+        groups = [g for g in (1, 2) if fastest.num_envs % g == 0 and fastest.policy != RANDOM]
+        central = [replace(fastest, central=number) for number in groups]
+        return [replace(fastest, asynchronous=True), *central]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table row by row, as text."""
         best, rows = self.best, []
         for row in self.rows:
-            figures: tuple[str, ...] = ("failed", "", "")
+            figures: tuple[str, ...] = ("failed", *[""] * (len(_HEADERS) - 3))
             if best is not None and row.error is None:
                 share = f"{100 * row.rate / best.rate:.0f} %"
-                figures = (f"{row.rate:,.0f}", share, f"{row.start_s:.2f} s")
+                shares = (f"{100 * part:.0f} %" for part in row.shares)
+                figures = (f"{row.rate:,.0f}", share, f"{row.start_s:.2f} s", *shares)
             rows.append(("best" if row is best else "", described(row.setting), *figures))
         return rows
 
@@ -113,12 +121,14 @@ class Results:
                     "workers": row.setting.processes,
                     "num_envs": row.setting.num_envs,
                     "async": row.setting.asynchronous,
+                    "central": row.setting.central,
                     "frames_per_batch": row.frames_per_batch,
                     "frames": row.frames,
                     "seconds": round(row.seconds, 3),
                     "frames_per_second": round(row.rate, 1) or None,
                     "relative": round(row.rate / best.rate, 4) if best and row.rate else None,
                     "start_seconds": round(row.start_s, 3) or None,
+                    "shares": dict(zip(_SHARES, row.shares, strict=False)),
                     "error": row.error,
                 }
                 for row in self.rows
@@ -175,19 +185,16 @@ def _check_file(path: Path | None) -> None:
 
 
 def _measure_all(results: Results, policy: Any) -> None:
-    """Measure the planned settings, and the fastest with workers again, asynchronously."""
+    """Measure the planned settings, and then the twins of the fastest with workers."""
     options, settings = results.options, settings_to_try(results.options, results.cores)
-    total = len(settings) + 1
-    with Display(options.env, total) as display:
+    planned = len(settings)
+    with Display(options.env, planned) as display:
         # Roughly how many steps one environment makes per second here.
         with make(replace(settings[0], num_envs=1), policy, _PILOT_STEPS) as collector:
             frames, seconds = _collect_for(collector, min(_PILOT_SECONDS, options.seconds))
         # Batches of a size that `collect` would use, unless the environment is slow.
         most = frames / seconds * options.seconds / _BATCHES
-        for done in range(total):
-            setting = settings[done] if done < len(settings) else results.asynchronous_twin()
-            if setting is None:
-                break
+        for done, setting in enumerate(settings):  # which grows
             name = described(setting)
             display.show(done, f"{name}: starting")
 
@@ -198,7 +205,10 @@ def _measure_all(results: Results, policy: Any) -> None:
             results.rows.append(result)
             rate = f"{result.rate:,.0f} frames/s" if result.error is None else "failed"
             text = f"{name}: {rate}"
-            display.show(done + 1, text, f" {done + 1}/{total}: {text}")
+            if done + 1 == planned:
+                settings += results.twins()
+                display.total = len(settings)
+            display.show(done + 1, text, f" {done + 1}/{len(settings)}: {text}")
 
 
 def _measure(
@@ -219,11 +229,13 @@ def _measure(
             for _ in range(setting.processes if setting.asynchronous else 0):
                 collector.next()  # it was made while other workers were starting
             count, passed = _collect_for(collector, seconds, watch)
+            stats = collector.stats()
     except WorkerError as err:
         return replace(blank, error=err.headline)
     except Exception as err:
         return replace(blank, error=f"{type(err).__name__}: {err}")
-    return replace(blank, frames=count, seconds=passed, start_s=started)
+    shares = tuple(float(stats.get(f"time_{name}", 0.0)) for name in _SHARES)
+    return replace(blank, frames=count, seconds=passed, start_s=started, shares=shares)
 
 
 def _collect_for(

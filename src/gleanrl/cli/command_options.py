@@ -179,6 +179,12 @@ class CollectOptions(RunOptions):
         "worker processes, with --num-envs environments each (default: none, everything in this "
         "process)",
     )
+    central: int | None = option(
+        "G",
+        count,
+        "one policy acts for the environments of all --workers, which it has in G groups: one "
+        "steps while it acts in another",
+    )
     explain: bool = option(
         "", bool, "list the parts of ENV and policy that are called unmodified; collect nothing"
     )
@@ -235,8 +241,10 @@ class BenchOptions(RunOptions):
     """Try numbers of workers and environments, and print the fastest on this machine.
 
     Each setting runs for some seconds: environments in this process, in synchronous workers, and
-    the fastest of these as asynchronous workers. No learner runs meanwhile. While a
-    learner is busy, asynchronous workers collect and synchronous ones wait.
+    the fastest of these as asynchronous workers and, if there is a policy, with one policy for all
+    workers. No learner runs meanwhile. While a learner is busy, asynchronous workers collect and
+    synchronous ones wait. env, policy and wait are shares of the time of a worker, or of this
+    process where the policy is here: a worker that waits for a slow policy pays as policy.
 
     Examples:
       gleanrl bench CartPole-v1

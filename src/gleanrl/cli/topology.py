@@ -33,7 +33,8 @@ def described(options: CollectOptions) -> str:
         return f"{envs} in this process"
     kind = "worker" if options.backend == "process" else f"{options.backend} node"
     kind = f"asynchronous {kind}" if options.asynchronous else kind
-    return f"{plural(count, kind)} with {envs}{' each' * (count > 1)}"
+    place = f"{plural(count, kind)} with {envs}{' each' * (count > 1)}"
+    return f"{place}, one policy, {plural(options.central, 'group')}" if options.central else place
 
 
 def check(options: CollectOptions) -> None:
@@ -59,6 +60,10 @@ def check(options: CollectOptions) -> None:
         raise ConfigError(f"--launcher {options.launcher} needs --backend distributed")
     if options.asynchronous and not count:
         raise ConfigError("--async is about worker processes: say how many with --workers N")
+    if options.central and (over_nodes or not count or options.asynchronous):
+        raise ConfigError("--central G needs --workers N, and neither --async nor nodes")
+    if options.central and options.num_envs % options.central:
+        raise ConfigError(f"--central {options.central} must divide --num-envs {options.num_envs}")
     if not over_nodes:  # nodes may be on other machines
         advice = "ask for fewer (--num-envs, --workers)"
         check_counts(options.num_envs, count, described(options), advice)
@@ -84,6 +89,8 @@ def make(
         more["sync"] = not options.asynchronous
     if options.backend == "distributed":
         more["backend_options"] = {"launcher": options.launcher}
+    if options.central:
+        more |= {"inference": "central", "backend_options": {"env_groups": options.central}}
     if options.backend == "process":
         more["interruptor"] = interruptor
     return Collector(
@@ -102,6 +109,7 @@ def command(options: CollectOptions) -> str:
     parts += [] if options.policy == RANDOM else ["--policy", options.policy]
     parts += ["--workers", str(options.workers)] if options.workers else []
     parts += ["--num-envs", str(options.num_envs)] if options.num_envs > 1 else []
+    parts += ["--central", str(options.central)] if options.central else []
     return shlex.join([*parts, *(["--async"] if options.asynchronous else [])])
 
 
@@ -110,6 +118,8 @@ def call(options: CollectOptions, frames_per_batch: int) -> str:
     parts = [repr(options.env)] + ["policy"] * (options.policy != RANDOM)
     parts += [f"num_workers={options.workers}"] if options.workers else []
     parts += [f"num_envs={options.num_envs}"] if options.num_envs > 1 else []
+    if options.central:
+        parts += ["inference='central'", f"env_groups={options.central}"]
     kind = f"Multi{'Async' if options.asynchronous else 'Sync'}" if options.workers else ""
     return f"{kind}Collector({', '.join(parts)}, frames_per_batch={frames_per_batch})"
 
