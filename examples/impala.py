@@ -5,11 +5,16 @@ Nodes collect while the learner learns, and V-trace corrects for old weights. ::
 
     python examples/impala.py [--nodes 2] [--frames 512000] [--seed 0]   # processes of this machine
     python examples/impala.py --nodes 16 --launcher submitit             # Slurm jobs
+    python examples/impala.py --central                                  # SEED RL's architecture
 
 A node acts with the weights that were newest when its rollout began; the learner has made updates
 since. The batch holds the log-probabilities with which actions were taken, and V-trace weighs each
 step by how much more likely its action is now. Espeholt et al. 2018, "IMPALA: Scalable Distributed
 Deep-RL with Importance Weighted Actor-Learner Architectures".
+
+With ``--central``, one copy of the policy acts for the environments of all workers, and new weights
+act from its next call on: Espeholt et al. 2020, "SEED RL: Scalable and Efficient Deep-RL with
+Accelerated Central Inference".
 """
 
 import argparse
@@ -24,7 +29,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from gleanrl import DistributedCollector
+from gleanrl import BaseCollector, DistributedCollector, MultiAsyncCollector
 
 ENVS, STEPS = 16, 32  # a batch is a rollout of one node, [16, 32]: 512 frames
 GAMMA, ENTROPY, RATE = 0.99, 0.01, 1e-3
@@ -88,8 +93,28 @@ def loss_of(actor: nn.Module, critic: nn.Module, batch: TensorDict) -> Tensor:
     return 0.5 * error - (log_prob * advantage).mean() - ENTROPY * choice.entropy().mean()
 
 
+def collector_of(
+    actor: nn.Module, frames: int, nodes: int, launcher: str, central: bool
+) -> BaseCollector:
+    """Return a collector whose batches are rollouts of one node, of whichever is ready."""
+    envs, policy = ["CartPole-v1"] * nodes, as_policy(actor)
+    options = {
+        "num_envs": ENVS,  # of each node
+        "frames_per_batch": ENVS * STEPS,
+        "total_frames": frames,
+        "track_policy_version": True,
+    }
+    if central:
+        return MultiAsyncCollector(envs, policy, inference="central", **options)
+    return DistributedCollector(envs, policy, sync=False, launcher=launcher, **options)
+
+
 def train(
-    frames: int = 512_000, seed: int = 0, nodes: int = 2, launcher: str = "mp"
+    frames: int = 512_000,
+    seed: int = 0,
+    nodes: int = 2,
+    launcher: str = "mp",
+    central: bool = False,
 ) -> Iterator[dict]:
     """Train, and yield frames, mean return of the latest 100 episodes, loss and age of weights."""
     torch.manual_seed(seed)
@@ -98,16 +123,7 @@ def train(
     weights = [*actor.parameters(), *critic.parameters()]
     optimizer = torch.optim.Adam(weights, RATE, fused=True)
 
-    with DistributedCollector(
-        ["CartPole-v1"] * nodes,
-        as_policy(actor),
-        num_envs=ENVS,  # of each node
-        frames_per_batch=ENVS * STEPS,
-        total_frames=frames,
-        sync=False,  # a batch is the rollout of whichever node is ready
-        launcher=launcher,
-        track_policy_version=True,
-    ) as collector:
+    with collector_of(actor, frames, nodes, launcher, central) as collector:
         collector.set_seed(seed)
         for number, batch in enumerate(collector, 1):
             loss = loss_of(actor, critic, batch)
@@ -116,7 +132,7 @@ def train(
             nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.param_groups[0]["lr"] = RATE * max(0.0, 1 - number * batch.numel() / frames)
             optimizer.step()
-            collector.update_policy_weights_()  # rollouts that begin from now on use these weights
+            collector.update_policy_weights_()  # for rollouts, or calls, that begin from now on
             if number % EVERY == 0:
                 age = collector.policy_version - batch["policy_version"].float().mean()
                 stats = collector.stats()
@@ -135,6 +151,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--launcher", default="mp")
+    parser.add_argument("--central", action="store_true")
     for row in train(**vars(parser.parse_args())):
         print(
             f"{row['frames']:7d} frames  return {row['return']:6.1f}  loss {row['loss']:8.3f}  "

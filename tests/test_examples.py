@@ -39,12 +39,14 @@ def _torch_threads():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_torch_threads")
-@pytest.mark.parametrize("name", BUDGETS)
-def test_loss_and_return_of_an_example_move(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in BUDGETS), ("impala", {"central": True})]
+)
+def test_loss_and_return_of_an_example_move(name, options, monkeypatch):
     monkeypatch.setenv("TCP_PORT", "0")  # the usual one may be another collector's: a warning
     frames, expected = BUDGETS[name]
     train = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["train"]
-    rows = list(train(frames=frames, seed=0))
+    rows = list(train(frames=frames, seed=0, **options))
     losses, returns = ([row[column] for row in rows] for column in ("loss", "return"))
     assert 0 < rows[-1]["frames"] <= 2 * frames
     assert all(map(math.isfinite, losses))
