@@ -396,6 +396,13 @@ def test_environments_without_rows_are_refused(setting):
         MultiSyncCollector([Counting] * 2, frames_per_batch=8, inference="central", **setting)
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_shutting_down_tolerates_a_loss(kind):
+    with collecting(kind, [rig.counting(0), rig.counting(1)]) as collector:
+        collector.next()
+        kill(collector, 1)
+
+
 @pytest.mark.parametrize("kind", ["central", "central async"])
 def test_a_soak_finds_no_wrong_frame(kind):
     figures = soak.run(kind, 3.0, seed=1)

@@ -132,7 +132,7 @@ class EnvWorkers:
         self._coming: set[int] = set()
         """Workers that were lost, until their replacements are up to date."""
         if plan.relaunches is not None:
-            self.session.needs_all = True
+            self.session.tolerant = self.session.needs_all = True
             _EnvReplacements(self, plan.relaunches)
         self._owner = os.getpid()
         self._serving: dict[int, Ticket] = {}
