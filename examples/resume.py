@@ -27,7 +27,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from gleanrl import MultiSyncCollector, WorkerDied
+from gleanrl import MultiSyncCollector
 
 WORKERS, ENVS, STEPS = 2, 8, 128  # a batch is [16, 128]: 2,048 frames
 GAMMA, LAMBDA, CLIP, ENTROPY = 0.99, 0.95, 0.2, 0.01
@@ -130,36 +130,32 @@ def train(
     optimizer = torch.optim.Adam(learner.parameters(), RATE, fused=True)
 
     counters = None
-    try:
-        with MultiSyncCollector(
-            "CartPole-v1",
-            as_policy(learner["actor"]),
-            num_workers=WORKERS,
-            num_envs=ENVS,  # of each worker
-            frames_per_batch=WORKERS * ENVS * STEPS,
-            total_frames=frames,
-            cat_results=0,  # [environments of all workers, steps]
-        ) as collector:
-            collector.set_seed(seed)
-            if checkpoint and checkpoint.exists():
-                load(checkpoint, learner, optimizer, collector)
-            for number, batch in enumerate(collector, 1):
-                counters = collector.state_dict()
-                loss = update(learner, optimizer, batch)
-                collector.update_policy_weights_()
-                if checkpoint and number % EVERY == 0:
-                    save(checkpoint, learner, optimizer, counters)
-                stats = collector.stats()
-                yield {
-                    "frames": stats["frames"],
-                    "return": stats["return_mean"],
-                    "loss": loss.item(),
-                }
-                if stop.is_set():
-                    break
-    except WorkerDied:
-        if not stop.is_set():  # what ends a job may signal all of its processes
-            raise
+    with MultiSyncCollector(
+        "CartPole-v1",
+        as_policy(learner["actor"]),
+        num_workers=WORKERS,
+        num_envs=ENVS,  # of each worker
+        frames_per_batch=WORKERS * ENVS * STEPS,
+        total_frames=frames,
+        cat_results=0,  # [environments of all workers, steps]
+    ) as collector:
+        collector.set_seed(seed)
+        if checkpoint and checkpoint.exists():
+            load(checkpoint, learner, optimizer, collector)
+        for number, batch in enumerate(collector, 1):
+            counters = collector.state_dict()
+            loss = update(learner, optimizer, batch)
+            collector.update_policy_weights_()
+            if checkpoint and number % EVERY == 0:
+                save(checkpoint, learner, optimizer, counters)
+            stats = collector.stats()
+            yield {
+                "frames": stats["frames"],
+                "return": stats["return_mean"],
+                "loss": loss.item(),
+            }
+            if stop.is_set():
+                break
     if checkpoint and counters:
         save(checkpoint, learner, optimizer, counters)
 
