@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import resource
 import select
 import signal
@@ -232,8 +233,10 @@ def _open_files():
 
 def shared_files():
     """Return what lies in shared memory under a name."""
-    # Other programs on the machine may be using multiprocessing, whose semaphores have names.
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    # Other programs on the machine may be using multiprocessing, whose semaphores have names. The
+    # directories of `gleanrl top`, one for each user, stay.
+    others = re.compile(r"sem\.mp-|gleanrl-\d+$")
+    return {name for name in os.listdir("/dev/shm") if not others.match(name)}
 
 
 def await_shared_files(before):
