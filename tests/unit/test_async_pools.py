@@ -128,6 +128,7 @@ def test_whatever_the_order_of_answers_every_environment_gives_its_whole_stream(
     collector.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:all environments begin new episodes")
 def test_what_a_reset_discards_leaves_no_trace_in_later_frames():
     lengths = [3, 5, 7, 2, 11, 4]
     collector = Collector(
