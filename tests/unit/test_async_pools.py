@@ -15,6 +15,7 @@ from torch import nn
 
 from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector, Evaluator, MultiAsyncCollector
+from gleanrl.envs import GymEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # of EnvPool's bounds
 IDS = ("collector", "traj_ids")
@@ -340,6 +341,12 @@ def test_options_that_need_one_environment_at_a_time_are_refused(make, options, 
             total_frames=20,
             **options,
         )
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"batch_size": 2}])
+def test_a_pool_is_no_single_environment(kwargs):
+    with pytest.raises(ConfigError, match="single gymnasium.Env"):
+        GymEnv(lambda: cartpoles(num_envs=4, **kwargs))
 
 
 def test_an_ale_pool_that_was_handed_over_is_not_reset_again():
