@@ -15,6 +15,7 @@ from torch import nn
 
 from gleanrl import ConfigError, EnvError
 from gleanrl.collectors import Collector, Evaluator, MultiAsyncCollector
+from gleanrl.envs import GymEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # of EnvPool's bounds
 IDS = ("collector", "traj_ids")
@@ -81,6 +82,26 @@ def by_env(batches, envs):
     return [torch.cat([row for row in rows if int(row[IDS][0]) % envs == i]) for i in range(envs)]
 
 
+def check_streams(batches, lengths):
+    """Check that every environment gives all of its frames, from its first episode on."""
+    envs, seen = len(lengths), {}
+    for batch in batches:
+        for row in batch:
+            seen.setdefault(int(row[IDS][0]) % envs, []).append(row)
+    for env, rows in seen.items():
+        frames = torch.cat(rows)
+        episode, step = (torch.arange(len(frames)) // lengths[env], lengths[env])
+        at = torch.arange(len(frames)) % step
+        shown = torch.stack((torch.full_like(at, env), episode, at), -1).float()
+        assert torch.equal(frames["observation"], shown)
+        after = shown + torch.tensor([0.0, 0.0, 1.0])
+        assert torch.equal(frames["next", "observation"], after)
+        assert torch.equal(frames["next", "reward"][:, 0], at + 1.0)
+        assert torch.equal(frames["next", "done"][:, 0], at + 1 == step)
+        assert torch.equal(frames["next", "terminated"], frames["next", "done"])
+        assert torch.equal(frames[IDS] - frames[IDS][0], episode * envs)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
@@ -96,29 +117,39 @@ def test_whatever_the_order_of_answers_every_environment_gives_its_whole_stream(
     lags = [20 if slow else 1] + [1] * (envs - 1)
     pool = AtariVectorEnv(lengths, size, lags, seed)
     collector = Collector(pool, clock_policy, frames_per_batch=size * steps, total_frames=-1)
-    batches = [batch for _, batch in zip(range(12), collector, strict=False)]
-    seen = {}
-    for batch in batches:
-        assert batch.shape == (size, steps)
-        for row in batch:
-            seen.setdefault(int(row[IDS][0]) % envs, []).append(row.clone())
-    for env, rows in seen.items():
-        frames = torch.cat(rows)
-        episode, step = (torch.arange(len(frames)) // lengths[env], lengths[env])
-        at = torch.arange(len(frames)) % step
-        shown = torch.stack((torch.full_like(at, env), episode, at), -1).float()
-        assert torch.equal(frames["observation"], shown)
-        after = shown + torch.tensor([0.0, 0.0, 1.0])
-        assert torch.equal(frames["next", "observation"], after)
-        assert torch.equal(frames["next", "reward"][:, 0], at + 1.0)
-        assert torch.equal(frames["next", "done"][:, 0], at + 1 == step)
-        assert torch.equal(frames["next", "terminated"], frames["next", "done"])
-        assert torch.equal(frames[IDS], episode * envs + env)
+    batches = [batch.clone() for _, batch in zip(range(12), collector, strict=False)]
+    assert all(batch.shape == (size, steps) for batch in batches)
+    check_streams(batches, lengths)
+    assert min(int(batch[IDS].min()) for batch in batches) < envs
     stats = collector.stats()
     ends = sum(int(batch["next", "done"].sum()) for batch in batches)
     assert (stats["episodes"], stats["frames_discarded"]) == (ends, 0)
     returns = [n * (n + 1) / 2 for n in lengths]
     assert not ends or min(returns) <= stats["return_mean"] <= max(returns)
+    collector.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:all environments begin new episodes")
+def test_what_a_reset_discards_leaves_no_trace_in_later_frames():
+    lengths = [3, 5, 7, 2, 11, 4]
+    collector = Collector(
+        lambda: AtariVectorEnv(lengths, 2, [1, 1, 3, 1, 2, 8], seed=3),
+        clock_policy,
+        frames_per_batch=2 * 6,
+        total_frames=-1,
+    )
+    batches = iter(collector)
+    state = collector.state_dict()
+    for begin_anew in (
+        collector.reset,
+        lambda: collector.set_seed(1),
+        lambda: collector.load_state_dict(state),
+    ):
+        before = [next(batches).clone() for _ in range(5)]
+        begin_anew()
+        check_streams([next(batches).clone() for _ in range(5)], lengths)
+        check_streams(before, lengths)
+        collector.reset()
     collector.shutdown()
 
 
@@ -310,6 +341,12 @@ def test_options_that_need_one_environment_at_a_time_are_refused(make, options, 
             total_frames=20,
             **options,
         )
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"batch_size": 2}])
+def test_a_pool_is_no_single_environment(kwargs):
+    with pytest.raises(ConfigError, match="single gymnasium.Env"):
+        GymEnv(lambda: cartpoles(num_envs=4, **kwargs))
 
 
 def test_an_ale_pool_that_was_handed_over_is_not_reset_again():

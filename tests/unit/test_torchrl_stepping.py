@@ -46,6 +46,12 @@ class Draws(gym_toys.Lives):
         return super().reset(**options)
 
 
+class TensorRewards(Draws):
+    def step(self, action):
+        seen, reward, *rest = super().step(action)
+        return seen, torch.tensor(reward), *rest
+
+
 def member(*makers, kind=Draws, index=False):
     env = GymWrapper(kind(FEW), categorical_action_encoding=index)
     return TransformedEnv(env, Compose(*[make() for make in makers]))
@@ -107,6 +113,7 @@ BUILDS = {
     "inside ours": inside(CHAINS["noops, skip"], gleanrl.envs.SerialEnv),
     **{f"around: {name}": around(chain) for name, chain in AROUND.items()},
     "frame_skip": lambda: TransformedEnv(GymWrapper(Draws(FEW), frame_skip=3), RewardSum()),
+    "skip: tensors": lambda: member(skip, RewardSum, kind=TensorRewards),
 }
 
 

@@ -50,7 +50,8 @@ class _Repeats(Wrapped):
 
 def _single(reward: Any) -> Any:
     """Return a reward as TorchRL's environments do: float32, and no negative zero."""
-    return np.add(0 if reward is None else reward, 0.0).astype(np.float32, casting="same_kind")
+    value = np.asarray(0 if reward is None else reward)
+    return np.add(value, 0.0).astype(np.float32, casting="same_kind")
 
 
 class _BeginsAtRandom(Wrapped):

@@ -14,7 +14,7 @@ from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Stop
-from gleanrl.core.returns import Ended, EpisodeSums, episodes_that_ended
+from gleanrl.core.returns import episodes_that_ended
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.policies.program import ProgramPolicy
@@ -80,7 +80,7 @@ class AsyncPoolRollout(DenseRollout):
         policy = self._random if random else self._policy
         chunks = self._ready_chunks(steps)
         with self.rolling():
-            chunks.begin(self._next_root, self._pool.at_hand)
+            chunks.begin(self._next_root)
             act, step = self._clock.begin(lambda t: policy.act(t), self._pool.step)
             while (missing := self._width - len(chunks.full)) > 0:
                 count = chunks.rows_needed(missing)
@@ -96,7 +96,7 @@ class AsyncPoolRollout(DenseRollout):
             chunks.root(self._next_root)
             self._fields.begin(window, self._next_root)
             self.tracker.rows, versions = chunks.deliver(window)
-            self.tracker.end_all(window.array(next_key(DONE))[..., 0])
+            self.tracker.done = window.array(next_key(DONE))[..., 0]
             self._fields.finish(window, self.tracker, steps, self.policy_version)
             if self.options.track_policy_version:
                 for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
@@ -167,42 +167,34 @@ class _States:
 class _RowsTracker(Tracker):
     """Counts episodes and steps of ``N`` environments; a rollout has rows of some of them."""
 
-    _sums: EpisodeSums
+    rows: Array
+    """The environment of each row of the rollout, and"""
+    done: Array
+    """whether an episode ends with each step, ``[M, T]``."""
 
     def __init__(self, envs: int) -> None:
         super().__init__(envs, None)
-        self._sums = EpisodeSums(envs)
-        self.rows = np.arange(0)
-        """The environment of each row of the rollout."""
+        self._returns = np.zeros(envs)
+        """What each running episode has returned."""
 
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
-        # An environment may have several rows: first those that are the first of theirs.
+        # The rows of an environment, which follow each other in time, are one sequence here.
         order = np.argsort(self.rows, kind="stable")
-        envs = self.rows[order]
-        nth = np.empty_like(order)
-        nth[order] = np.arange(len(envs)) - np.searchsorted(envs, envs)
-        ended = []
-        for turn in range(int(nth.max()) + 1):
-            rows = np.flatnonzero(nth == turn)
-            own = None if ids is None else ids[rows]
-            ended.append(self._finish_rows(rows, steps, rewards[rows], own))
-            if ids is not None:
-                ids[rows] = own
-        self.ended = episodes_that_ended(EpisodeSums().add(ended)[0])
-
-    def _finish_rows(self, rows: Array, steps: int, rewards: Array, ids: Array | None) -> Ended:
-        envs, part = self.rows[rows], Tracker(len(rows), None)
-        part._index, part._stride = self._index[envs], self._stride
-        part._episode, part._age = self._episode[envs], self._age[envs]
-        part._begun = np.flatnonzero(np.isin(envs, self._begun)) if len(self._begun) else rows[:0]
-        part._sums = EpisodeSums()
-        part._sums.running = self._sums.running[:, envs]
-        where, ends = self._all_ends
-        mine = np.isin(where, rows)
-        part._all_ends = np.array((np.searchsorted(rows, where[mine]), ends[mine]))
-        part.finish(steps, rewards, ids, None)
-        self._episode[envs], self._age[envs] = part._episode, part._age
-        if len(self._begun):
-            self._begun = np.setdiff1d(self._begun, envs)
-        self._sums.running[:, envs] = part._sums.running
-        return part.ended
+        envs, done = self.rows[order], self.done[order]
+        lead = np.diff(envs, prepend=-1) != 0
+        begins = np.zeros(done.shape, bool)
+        begins[:, 0] = lead
+        begins.reshape(-1)[1:] |= done.reshape(-1)[:-1]
+        run = (begins.cumsum() - 1).reshape(done.shape)
+        """Which run of frames of one episode each frame is part of."""
+        totals = np.array((np.bincount(run.flat, rewards[order].flat), np.bincount(run.flat)))
+        own, first, tail = envs[lead], run[lead, 0], np.roll(lead, -1)
+        last, over = run[tail, -1], done[tail, -1]
+        self._returns[self._begun], self._begun = 0.0, self._begun[:0]
+        totals[:, first] += self._returns[own], self._age[own]
+        self.ended = episodes_that_ended(totals[:, run[done]].T)
+        if ids is not None:
+            number = self._episode[envs] - first[lead.cumsum() - 1]
+            ids[order] = (run + number[:, None]) * self._stride + self._index[envs, None]
+        self._episode[own] += last - first + over
+        self._returns[own], self._age[own] = np.where(over, 0, totals[:, last])

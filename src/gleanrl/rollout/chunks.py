@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import EnvError
-from gleanrl.core.keys import DONE, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.keys import DONE, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.window import Array, Window
 
 _ROWS_NBYTES = 1 << 22
 """Memory of the raw steps that are sorted into chunks at once: it stays in the caches."""
 _FEWEST_ROWS, _MOST_ROWS = 8, 128
-_FLAGS = tuple(map(next_key, (DONE, TERMINATED, TRUNCATED)))
 
 
 class Chunks:
@@ -25,10 +24,11 @@ class Chunks:
 
     The pool and the policy work on rows of ``M`` environments, the raw steps. Every environment
     has a chunk with places for ``T`` transitions. Rows are sorted into chunks in bulk: a row's
-    observation and action go to the next free place of its environment, a reward and flags to the
-    place that it acted in before. A chunk is full when its last transition has arrived; then it
-    waits to be delivered, first come, first served, and its environment gets another one.
-    So nothing is ever lost, and there are never more than ``2 N + M`` chunks.
+    observation and action go to the next free place of its environment, and the reward and flags
+    with which it came there to the place that its environment had in an earlier row. A chunk is
+    full when its last transition has arrived; then it waits to be delivered, first come, first
+    served, and its environment gets another one. So nothing is ever lost, and there are never more
+    than ``2 N + M`` chunks.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Chunks:
         }
         self._versions = np.zeros(self._trash + 1, np.int64)
         self._shifted = tuple(shifted)
-        self._arriving = [key for key in arriving if key not in _FLAGS]
+        self._arriving = tuple(arriving)
         self._acting = [f.key for f in fields if f.key not in arriving]
         self._dense = [f.key for f in fields]
-        self._done = self.rows[_FLAGS[0]][:, :, 0]
+        self._done = self.rows[next_key(DONE)][:, :, 0]
         self.full: deque[int] = deque()
         """Chunks that wait to be delivered."""
         self._start()
@@ -102,20 +102,19 @@ class Chunks:
         self._position = np.zeros(envs, np.int64)
         """The next free place of each environment in its chunk, ``T`` at most."""
         self._last = np.full(envs, self._trash)
-        """The place in which each environment acted last."""
-        self._flying = np.ones(envs, np.int64)
-        """1 for environments that have an action, or a reset, and did not answer yet."""
+        """The place in which each environment acted last, unless it is at hand."""
+        self._at_hand = np.arange(0)
         self._over = np.zeros(self._width, bool)
         """Whether the next action of an environment at hand only resets it."""
 
     @property
     def left(self) -> int:
         """Transitions in chunks that are not full."""
-        return int(self._position.sum() - (self._flying * (self._last < self._trash)).sum())
+        under_way = np.delete(self._last, self._at_hand) < self._trash
+        return int(self._position.sum() - under_way.sum())
 
-    def begin(self, next_root: Window, ids: Array) -> None:
-        """Continue from the root fields in ``next_root``, of the environments ``ids``."""
-        self._flying[ids] = 0
+    def begin(self, next_root: Window) -> None:
+        """Continue from the root fields in ``next_root``, of the environments at hand."""
         for key in next_root.keys():
             self.rows[key][0] = next_root.rows(key)[0]
 
@@ -139,87 +138,70 @@ class Chunks:
         Raises:
             EnvError: the pool answered for an environment that was not to take a step.
         """
-        acted, arrived = ids[:count].reshape(-1), ids[1 : count + 1].reshape(-1)
-        order = self._sorted(acted)
-        places = self._places(acted, order, count)
-        arrivals = self._arrivals(acted[order], arrived, places[order])
-        for key in self._acting:
-            self._stored[key][places] = _flat(self.rows[key][:count])
+        order, envs = self._in_order(ids[: count + 1].reshape(-1))
+        starts = np.concatenate(([True], envs[1:] != envs[:-1]))
+        acts, arrived = order < count * self._width, order >= self._width
+        over = np.concatenate((self._over, self._done[: count - 1].reshape(-1)))[order[acts]]
+        found = np.full(len(order), self._trash)
+        found[acts] = self._places(envs[acts], over)
+        before = np.roll(found, 1)
+        before[starts] = self._last[envs[starts]]
+        self._last[envs[np.roll(starts, -1)]] = found[np.roll(starts, -1)]
+        places, arrivals = np.empty((2, count * self._width), np.int64)
+        places[order[acts]] = found[acts]
+        arrivals[order[arrived] - self._width] = before[arrived]
+        self._store(count, places, arrivals)
         self._versions[places] = version
-        for key in self._arriving:
-            self._stored[key][arrivals] = _flat(self.rows[key][:count])
-        done = self._done[:count].reshape(-1)
-        ended = np.flatnonzero(done)
-        for key in _FLAGS:
-            self._stored[key][arrivals[ended]] = _flat(self.rows[key][:count])[ended]
-        last = arrivals % self.steps == self.steps - 1
-        final = np.flatnonzero(done | last)
-        for key in self._shifted:
-            after = _flat(self.rows[key][1 : count + 1])[final]
-            self._stored[next_key(key)][arrivals[final]] = after
-        self._retire(arrivals[last] // self.steps)
-        self._over = self._done[count - 1].copy()
+        self._over, self._at_hand = self._done[count - 1].copy(), ids[count].copy()
         for rows in self.rows.values():
             rows[0] = rows[count]
 
-    def _sorted(self, envs: Array) -> Array:
-        """Return the order of environments, in the order of time within each."""
+    def _in_order(self, envs: Array) -> tuple[Array, Array]:
+        """Return the order by environment, and by time within each; and the sorted ``envs``."""
         # Numpy sorts numbers of 16 bits in a fraction of the time.
         narrow = envs.astype(np.int16) if self._envs < 1 << 15 else envs
-        return np.argsort(narrow, kind="stable")
+        order = np.argsort(narrow, kind="stable")
+        envs, row = envs[order], order // self._width
+        twice = (envs[1:] == envs[:-1]) & (row[1:] == row[:-1])
+        if twice.any() or envs[0] < 0 or envs[-1] >= self._envs:
+            env = envs[int(np.argmax(twice))] if twice.any() else envs[-1]
+            raise EnvError(f"the pool answered for environment {env}, which had no action")
+        return order, envs
 
-    def _places(self, acted: Array, order: Array, count: int) -> Array:
-        """Return the places of the environments that ``acted``, and give them new chunks."""
-        envs, steps = acted[order], self.steps
-        over = np.concatenate((self._over, self._done[: count - 1].reshape(-1)))[order]
-        real = ~over
+    def _places(self, envs: Array, over: Array) -> Array:
+        """Return the places of the sorted ``envs`` that act, and give them new chunks."""
+        real, steps = ~over, self.steps
         each = np.bincount(envs[real], minlength=self._envs)
-        before = each.cumsum() - each
-        index = self._position[envs] + real.cumsum() - 1 - before[envs]
+        index = real.cumsum() - 1 + (self._position - each.cumsum() + each)[envs]
         self._position += each
         fresh = self._chunk.copy()
         crossing = np.flatnonzero(self._position > steps)
         fresh[crossing] = self._new(crossing)
-        found = np.where(index < steps, self._chunk[envs] * steps, (fresh[envs] - 1) * steps)
-        found += index
-        found[over] = self._trash
         self._position[crossing] -= steps
+        found: Array = index + steps * np.where(index < steps, self._chunk[envs], fresh[envs] - 1)
+        found[over] = self._trash
         self._chunk = fresh
-        places = np.empty_like(found)
-        places[order] = found
-        return places
+        return found
+
+    def _store(self, count: int, places: Array, arrivals: Array) -> None:
+        """Write what ``count`` rows hold to ``places``, and with what they ended to ``arrivals``.
+
+        An arrival's place is that in which its environment acted before.
+        """
+        for keys, where in ((self._acting, places), (self._arriving, arrivals)):
+            for key in keys:
+                self._stored[key][where] = _flat(self.rows[key][:count])
+        last = arrivals % self.steps == self.steps - 1
+        final = np.flatnonzero(self._done[:count].reshape(-1) | last)
+        for key in self._shifted:
+            after = _flat(self.rows[key][1 : count + 1])[final]
+            self._stored[next_key(key)][arrivals[final]] = after
+        self._retire(arrivals[last] // self.steps)
 
     def _new(self, envs: Array) -> list[int]:
         chunks = [self._free.pop() for _ in envs]
         self.owner[chunks] = envs
         return chunks
-
-    def _arrivals(self, acted: Array, arrived: Array, places: Array) -> Array:
-        """Return the place in which each environment that ``arrived`` had acted before.
-
-        Args:
-            acted: The environments that acted, in order, and
-            places: where.
-            arrived: Those that answered, in the order of time.
-        """
-        acts = np.bincount(acted, minlength=self._envs)
-        begin = acts.cumsum() - acts
-        mine = self._sorted(arrived)
-        envs = arrived[mine]
-        answers = np.bincount(arrived, minlength=self._envs)
-        # The first to answer are those that acted before the first of these rows.
-        nth = np.arange(len(envs)) - (answers.cumsum() - answers + self._flying)[envs]
-        sent = self._flying + acts
-        if len(answers) > self._envs or (answers > sent).any():
-            env = int(np.argmax(answers > np.resize(sent, len(answers))))
-            raise EnvError(f"the pool answered for environment {env}, which had no action")
-        found = np.empty_like(places)
-        at = (begin[envs] + nth.clip(0)).clip(max=len(places) - 1)
-        found[mine] = np.where(nth < 0, self._last[envs], places[at])
-        self._flying = sent - answers
-        moved = np.flatnonzero(acts)
-        self._last[moved] = places[(begin + acts - 1)[moved]]
-        return found
 
     def _retire(self, chunks: Array) -> None:
         """Note that ``chunks`` are full; environments that did not get others get them now."""
@@ -231,7 +213,7 @@ class Chunks:
         self._position[late] = 0
 
     def deliver(self, window: Window) -> tuple[Array, Array]:
-        """Move the oldest ``M`` full chunks into ``window``, whose flags must be down.
+        """Move the oldest ``M`` full chunks into ``window``.
 
         Returns:
             The environment of each row, ``[M]``, and the policy version of each step, ``[M, T]``.
@@ -241,7 +223,7 @@ class Chunks:
         stored = {key: v[:-1].reshape(*shape, *v.shape[1:]) for key, v in self._stored.items()}
         for key in self._dense:
             np.take(stored[key], chunks, axis=0, out=window.array(key), mode="clip")
-        ends = window.array(_FLAGS[0])[..., 0].copy()
+        ends = window.array(next_key(DONE))[..., 0].copy()
         ends[:, -1] = True
         row, step = ends.nonzero()
         chunk = np.array(chunks)
@@ -249,8 +231,6 @@ class Chunks:
             after = window.array(next_key(key))
             after[:, :-1] = window.array(key)[:, 1:]
             after[row, step] = stored[next_key(key)][chunk[row], step]
-        for key in _FLAGS:
-            stored[key][chunks] = False
         self._free += chunks
         return self.owner[chunks], self._versions[:-1].reshape(shape)[chunks]
 

@@ -19,6 +19,7 @@ from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.row_env import RowEnv
 from gleanrl.envs.tensordict import is_tensordict_env
 from gleanrl.envs.unmodified import remembered
+from gleanrl.envs.vector import is_vector_env
 
 
 @remembered
@@ -111,9 +112,9 @@ GymWrapper = GymEnv
 
 def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
     made = build(given, kwargs)
-    if not isinstance(made, gym.Env):
+    if not isinstance(made, gym.Env) or is_vector_env(made):
         raise ConfigError(
-            f"GymEnv needs an id, a gymnasium.Env or a callable that makes one, not a "
+            f"GymEnv needs an id, a single gymnasium.Env or a callable that makes one, not a "
             f"{type(made).__name__}"
         )
     return made
