@@ -83,6 +83,12 @@ def test_arguments_that_could_not_be_kept_are_refused_at_once(tmp_path):
         small(tmp_path / "state", grace=0)
     with pytest.raises(ConfigError, match="ReplayBuffer of tensors.*ListStorage"):
         small(tmp_path / "state", replay_buffer=ReplayBuffer())
+    (tmp_path / "folder").mkdir()
+    for path in ("", "a\0b"):
+        with pytest.raises(ConfigError, match="in a directory that exists"):
+            small(path)
+    with pytest.raises(ConfigError, match="must be a file"):
+        small(tmp_path / "folder")
     errors = []
 
     def make():
@@ -103,3 +109,22 @@ def test_workers_leave_sigterm_to_the_learner():
         for pid in rig.workers():
             os.kill(pid, signal.SIGTERM)
         assert collector.next().numel() == 8
+
+
+SEVERAL = """
+import os, signal, sys
+from gleanrl import Collector
+one, other = (
+    Collector("CartPole-v1", frames_per_batch=8, preemption_path=f"{sys.argv[1]}/{name}")
+    for name in "ab"
+)
+for batch in one:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_one_signal_saves_the_states_of_all_collectors(python, tmp_path):
+    line = [python, "-c", SEVERAL, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == CODE, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -647,9 +647,22 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 ``True``, because their environments end with their process.
             raise_on_error: Raise the exception of an environment's ``close``.
         """
-        plan, preemption = self.collection.plan, self._preemption
-        if preemption is not None and self._engine.failure is None and not self.closed:
-            preemption.save_once()
+        if self._preemption is None:
+            self._shutdown(timeout, close_env, raise_on_error)
+            return
+        try:
+            if self._engine.failure is None and not self.closed:
+                self._preemption.save_once()
+        finally:
+            try:
+                self._shutdown(timeout, close_env, raise_on_error)
+            finally:
+                if self.closed:
+                    self._preemption.end()
+        self._preemption.end(raise_on_error)
+
+    def _shutdown(self, timeout: float | None, close_env: bool, raise_on_error: bool) -> None:
+        plan = self.collection.plan
         in_process = (plan.in_process and not plan.central) or self._engine.set_aside is not None
         if not (close_env or in_process):
             raise RuntimeError(
@@ -671,8 +684,6 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 self._closing.detach()
         if failure is not None and raise_on_error:
             raise failure
-        if preemption is not None:
-            preemption.end(raise_on_error)
 
 
 class _Threads:

@@ -27,10 +27,26 @@ class Preempted(SystemExit):
         super().__init__(EXIT_CODE)
 
 
-def check_preemption(path: Any) -> None:
-    """Raise `ConfigError` unless a state can be saved at ``path`` when SIGTERM arrives."""
-    if not os.path.isdir(os.path.dirname(os.path.abspath(os.fspath(path)))):
+_active: list[Preemption] = []
+"""Of all collectors of this process that handle SIGTERM: one signal saves the states of all."""
+
+
+def check_preemption(path: Any, directory: bool) -> None:
+    """Raise `ConfigError` unless a state can be saved at ``path`` when SIGTERM arrives.
+
+    Args:
+        path: Where to.
+        directory: Whether that is a directory, with a replay buffer, and not a file.
+    """
+    target = os.path.abspath(name := os.fspath(path))
+    if not name or "\0" in name or not os.path.isdir(os.path.dirname(target)):
         raise ConfigError(f"preemption_path ({path!r}) must be in a directory that exists")
+    if os.path.exists(target) and os.path.isdir(target) != directory:
+        needed, why = ("directory", "") if directory else ("file", "out")
+        raise ConfigError(
+            f"preemption_path ({path!r}) must be a {needed}, or nothing yet: states are saved in a "
+            f"{needed} with{why} a ReplayBuffer"
+        )
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "preemption_path= handles SIGTERM, which Python allows in the main thread only: make "
@@ -44,7 +60,8 @@ class Preemption:
     The thread that asks for a batch saves before it, and raises `Preempted`. If no batch is
     requested within half of the grace period, or if batches are collected in the background, a
     thread of this object saves, and has the main thread raise. It ends a process that is still
-    there after the grace period.
+    there after the grace period. Whichever of several collectors is the first to save has all
+    save, and the shortest grace period counts.
     """
 
     def __init__(
@@ -62,13 +79,15 @@ class Preemption:
             turn: Keeps collection out during a block; waits for so many seconds.
             in_background: Tells whether another thread collects.
         """
-        self._grace, self._save, self._turn = grace, save, turn
+        self._grace = min(grace, threading.TIMEOUT_MAX)
+        self._save, self._turn = save, turn
         self._in_background, self._owner = in_background, os.getpid()
         self.told = False
         """Whether the state is to be saved before another batch."""
         self._arrived = self._left = self._over = False
         self._saved = threading.Event()
         self._before = signal.signal(signal.SIGTERM, self._received)
+        _active.append(self)
 
     def _received(self, number: int, frame: Any) -> None:
         if self._over or os.getpid() != self._owner:
@@ -76,7 +95,8 @@ class Preemption:
         elif self._saved.is_set():
             self.leave()
         elif not self._arrived:
-            self.told = self._arrived = True
+            for one in _active:
+                one.told = one._arrived = True
             _thread.start_new_thread(self._watch, ())  # `Thread` takes a lock that may be held here
 
     def _pass_on(self, frame: Any) -> None:
@@ -88,8 +108,9 @@ class Preemption:
             signal.raise_signal(signal.SIGTERM)
 
     def _watch(self) -> None:
-        deadline = Deadline(self._grace)
-        if not self._saved.wait(0.0 if self._in_background() else self._grace / 2):
+        grace = min(one._grace for one in _active)
+        deadline, at_once = Deadline(grace), any(one._in_background() for one in _active)
+        if not self._saved.wait(0.0 if at_once else grace / 2):
             try:
                 with self._turn(deadline.left):
                     self.save_once()
@@ -99,7 +120,7 @@ class Preemption:
         time.sleep(deadline.left)
         done = "saved" if self._saved.is_set() else "not saved"
         sys.stderr.write(
-            f"gleanrl: the program did not end within grace={self._grace} s of SIGTERM and is "
+            f"gleanrl: the program did not end within grace={grace} s of SIGTERM and is "
             f"killed; the state of its collector was {done}\n"
         )
         sys.stderr.flush()
@@ -112,11 +133,13 @@ class Preemption:
             signal.pthread_kill(main, signal.SIGTERM)
 
     def save_once(self) -> None:
-        """Save if SIGTERM has arrived and that was not done; call it between two batches."""
-        if self.told:
-            self.told = False
-            self._save()
-            self._saved.set()
+        """Save all that SIGTERM has told to and have not; call it between two batches."""
+        for one in (self, *_active):
+            if one.told:
+                one.told = False
+                with one._turn(one._grace / 2):
+                    one._save()
+                one._saved.set()
 
     def reached(self) -> None:
         """Save and raise `Preempted` if SIGTERM has arrived; call it between two batches."""
@@ -128,20 +151,25 @@ class Preemption:
             raise Preempted
 
     def leave(self) -> None:
-        """Hand the signal to its handler from before, then raise `Preempted`; only once."""
+        """Hand the signal to the handlers from before, then raise `Preempted`; only once."""
         if not self._left:
-            self._left = True
-            if callable(self._before):
-                self._before(signal.SIGTERM, None)
+            for one in _active:
+                one._left = True
+            for one in reversed(_active):
+                if callable(one._before):  # others of these do nothing any more
+                    one._before(signal.SIGTERM, None)
             raise Preempted
 
     def end(self, leave: bool = False) -> None:
         """Put the handler from before back; if SIGTERM has arrived, `leave` if the caller may."""
+        self.told = False  # there is no collector any more
         if self._arrived:
             if leave:
                 self.leave()
         elif not self._over:
-            self._over, self._save = True, lambda: None  # it refers to more
+            _active.remove(self)
+            self._over, self._save = True, lambda: None
+            del self._turn, self._in_background  # a handler on top of this one keeps this
             on_top = signal.getsignal(signal.SIGTERM) == self._received
             if on_top and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._before)
