@@ -137,7 +137,7 @@ class Watching:
 
     def load_state_dict(self, state: Any, frames: int) -> None:
         """Continue statistics from ``state``, and logs from a run of so many ``frames``."""
-        self.measures.load_state_dict(state or ())
+        self.measures.load_state_dict(state)
         self._loggers.resume(frames)
 
     def status(self, collector: str, stats: Stats) -> Status:
