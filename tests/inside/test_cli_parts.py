@@ -271,7 +271,7 @@ def test_a_setting_that_fails_is_a_row_and_the_others_count():
     good = Result(setting(2, 4), 8, frames=500, seconds=1.0, start_s=0.2)
     found = results(failed, good, Result(setting(), 8, frames=250, seconds=1.0))
     assert found.best is good
-    assert found.asynchronous_twin() == setting(2, 4, asynchronous=True)
+    assert found.twins() == [setting(2, 4, asynchronous=True)]  # random actions need no policy
     assert [cells[0] for cells in found.cells()] == ["", "best", ""]
     assert [cells[3] for cells in found.cells()] == ["", "100 %", "50 %"]
     assert found.advice()[:2] == [
@@ -280,5 +280,5 @@ def test_a_setting_that_fails_is_a_row_and_the_others_count():
     ]
     assert found.as_json()["settings"][0]["frames_per_second"] is None
     none = results(failed)
-    assert none.best is none.asynchronous_twin() is None
+    assert (none.best, none.twins()) == (None, [])
     assert none.as_json()["best"] is None

@@ -136,7 +136,7 @@ def test_policies_act_in_the_others_as_without_the_loss(policy, make):
     def collect(kills):
         torch.manual_seed(0)
         options = {} if make is transformed else {"max_frames_per_traj": 6}
-        with collecting("sync", [make] * 3, policy(4, 2), each=2, **options) as collector:
+        with collecting("sync", [make] * 2, policy(4, 2), each=2, **options) as collector:
             collector.set_seed(5)
             batches = []
             for number in range(6):
@@ -146,11 +146,10 @@ def test_policies_act_in_the_others_as_without_the_loss(policy, make):
             return torch.cat(batches, -1)
 
     undisturbed, found = collect(()), collect(kills)
-    others = [0, 1, 4, 5]
-    assert bool((found[others] == undisturbed[others]).all())
+    assert bool((found[:2] == undisturbed[:2]).all())
     whole, cut = 6 * STEPS, 6 * STEPS - len(kills)
-    assert found[MASK].sum(-1).tolist() == [whole, whole, cut, cut, whole, whole]
-    own = found[2:4]
+    assert found[MASK].sum(-1).tolist() == [whole, whole, cut, cut]
+    own = found[2:]
     assert (own["next", "reward"][own[MASK]] == 1).all()
     for row in own:
         for one, other in itertools.pairwise(row):
