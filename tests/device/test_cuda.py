@@ -77,21 +77,35 @@ def grow(policy):
     return policy.module.weight.item()
 
 
+def check_weights_act_in_the_next_batch(collector, policy, stored):
+    """Change the weight after each of some batches, which are ``stored`` on a kind of device."""
+    iterator, weight = iter(collector), 1.0
+    for _ in range(6):
+        batch = next(iterator)
+        assert batch["seen"].device.type == stored
+        check_told(batch, weight)
+        weight = grow(policy)
+        collector.update_policy_weights_()
+
+
+def check_weights_act_some_time(iterator, weight, batches):
+    """Take batches until one is made with ``weight``; at first come those that had begun."""
+    for batch in itertools.islice(iterator, batches):
+        check_told(batch)
+        if (batch["weight"] == weight).all():
+            break
+    check_told(batch, weight)
+
+
 @pytest.mark.parametrize("stored", ["cpu", "cuda"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_those_of_their_step(way, stored):
     slow = 0 if "compile" in way else SLOW  # the compiler cannot see through it
-    policy, weight = tells(slow), 1.0
+    policy = tells(slow)
     with Collector(
         Walk, policy, num_envs=4, frames_per_batch=40, storing_device=stored, **WAYS[way]
     ) as collector:
-        iterator = iter(collector)
-        for _ in range(6):
-            batch = next(iterator)
-            assert batch["seen"].device.type == stored
-            check_told(batch, weight)
-            weight = grow(policy)
-            collector.update_policy_weights_()
+        check_weights_act_in_the_next_batch(collector, policy, stored)
 
 
 @pytest.mark.parametrize("way", ["called", "captured", "compiled"])
@@ -104,17 +118,13 @@ def test_workers_with_policies_on_the_gpu(kind, way):
             check_told(next(iterator))
         weight = grow(policy)
         collector.update_policy_weights_()
-        for batch in itertools.islice(iterator, 50):  # at first those that workers had begun
-            check_told(batch)
-            if (batch["weight"] == weight).all():
-                break
-        check_told(batch, weight)
+        check_weights_act_some_time(iterator, weight, 50)
 
 
 @pytest.mark.parametrize("stored", ["cpu", "cuda"])
 @pytest.mark.parametrize(("way", "groups"), [("called", 1), ("called", 2), ("captured", 1)])
 def test_one_policy_on_the_gpu_for_workers_that_take_the_same_steps(way, groups, stored):
-    policy, weight = tells(), 1.0
+    policy = tells()
     with MultiSyncCollector(
         [Walk] * 2,
         policy,
@@ -125,13 +135,7 @@ def test_one_policy_on_the_gpu_for_workers_that_take_the_same_steps(way, groups,
         storing_device=stored,
         **WAYS[way],
     ) as collector:
-        iterator = iter(collector)
-        for _ in range(6):
-            batch = next(iterator)
-            assert batch["seen"].device.type == stored
-            check_told(batch, weight)
-            weight = grow(policy)
-            collector.update_policy_weights_()
+        check_weights_act_in_the_next_batch(collector, policy, stored)
 
 
 @pytest.mark.parametrize("process", [False, True])
@@ -150,11 +154,7 @@ def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process):
             check_told(next(iterator))
         weight = grow(policy)
         collector.update_policy_weights_(policy if process else None)
-        for batch in itertools.islice(iterator, 500):
-            check_told(batch)
-            if (batch["weight"] == weight).all():
-                break
-        check_told(batch, weight)
+        check_weights_act_some_time(iterator, weight, 500)
 
 
 def test_a_learner_on_the_gpu_and_workers_on_the_cpu():

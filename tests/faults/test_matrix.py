@@ -472,6 +472,12 @@ def no_descriptors_for_a_replacement(column, small_disk):
     return said, time.monotonic() - began
 
 
+def ran(prefix, call):
+    """Call a function of this file in a program that ``prefix`` starts; return how it ended."""
+    command = [*prefix, warm.PYTHON, "-c", script(call)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
 def fork_fails(column, small_disk, *, later=False):
     """Build a collector, or lose a worker, where no process can be forked any more."""
     if os.geteuid() or not Path("/usr/bin/setpriv").exists():
@@ -479,13 +485,7 @@ def fork_fails(column, small_disk, *, later=False):
     rights = "+dac_override,+dac_read_search,+kill,+sys_ptrace"
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     user += [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
-    done = subprocess.run(
-        [*user, warm.PYTHON, "-c", script(f"without_processes({column!r}, {later})")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = ran(user, f"without_processes({column!r}, {later})")
     said, _, took = done.stdout.partition(" ")
     assert said, done.stderr
     return said, float(took)
@@ -521,13 +521,7 @@ def shared_memory_is_full(column, small_disk):
     enter = ["unshare", "--mount", "sh", "-c", f'{fill} && exec "$0" "$@"']
     if os.geteuid() or not shutil.which("unshare") or subprocess.run([*enter, "true"]).returncode:
         pytest.skip("a /dev/shm of one's own takes root")
-    done = subprocess.run(
-        [*enter, warm.PYTHON, "-c", script(f"without_shared_memory({column!r})")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = ran(enter, f"without_shared_memory({column!r})")
     assert not done.returncode, done.stderr
     return "goes on", float(done.stdout)
 

@@ -431,8 +431,7 @@ def check(arguments: Arguments) -> None:
     seconds("start_timeout", arguments["start_timeout"])
     seconds("grace", arguments["grace"])
     if arguments["preemption_path"] is not None:
-        with_buffer = isinstance(arguments["replay_buffer"], ReplayBuffer)
-        check_preemption(arguments["preemption_path"], with_buffer)
+        check_preemption(arguments["preemption_path"], arguments["replay_buffer"])
     if isinstance(makers := arguments["policy_factory"], Sequence):
         check_callables(**{f"policy_factory[{i}]": maker for i, maker in enumerate(makers)})
     for name in ("weight_sync_schemes", "weight_recv_schemes"):

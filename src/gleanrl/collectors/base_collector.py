@@ -25,13 +25,14 @@ from gleanrl.collectors.arguments import (
     read_seed,
 )
 from gleanrl.collectors.background import BackgroundFilling
+from gleanrl.collectors.checkpoints import check_saves
 from gleanrl.collectors.collection import Collection
 from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.parts import method_of, property_of
 from gleanrl.collectors.preemption import Preemption
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
-from gleanrl.collectors.states import check_saves, read_from, restore, save_to, state_of
+from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -117,10 +118,6 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         arguments, name = self._arguments, type(self).__name__
         self._worker_idx, self.replay_buffer = arguments["worker_idx"], arguments["replay_buffer"]
-        if arguments["preemption_path"] is not None and isinstance(
-            self.replay_buffer, ReplayBuffer
-        ):
-            check_saves(self.replay_buffer)
         self.storing_device = plan.storing_device
         self.policy_device, self.env_device = plan.policy_device, plan.env_device
         self.exploration_type, self.interruptor = plan.exploration, plan.interruptor
@@ -232,7 +229,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         while True:
             with engine.turn(None):
                 self._background.check_not_running()
-                self._end_if_preempted()
+                if self._preemption is not None:
+                    self._preemption.reached()
                 while not collection.ready:
                     if collection.budget.exhausted:
                         return
@@ -244,10 +242,6 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 held = [collection.ready.popleft()]
             # Nothing here may keep the batch alive: its memory returns when the consumer lets go.
             yield held.pop()
-
-    def _end_if_preempted(self) -> None:
-        if self._preemption is not None and self._preemption.told:
-            self._preemption.reached()
 
     def _close_after(self, err: BaseException) -> None:
         """Close the collector without waiting for a worker that hangs."""
@@ -277,7 +271,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         """
         with self._engine.turn(None):
             self._background.check_not_running()
-            self._end_if_preempted()
+            if self._preemption is not None:
+                self._preemption.reached()
             try:
                 return self.collection.unprocessed()
             except BaseException as err:
@@ -533,9 +528,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
             environments: Whether environments continue; else their number may be another.
 
         Raises:
-            ConfigError: no such file, a damaged one, one of a later version or of another number of
-                workers, or one with pickled objects, which are not allowed; or the replay buffer
-                does not fit. Nothing was loaded.
+            FileNotFoundError: no such file.
+            ConfigError: a damaged file, one of a later version or of another number of workers, or
+                one with pickled objects, which are not allowed; or the replay buffer does not fit.
+                Nothing was loaded.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
         options: dict[str, Any] = {"allow_pickle": allow_pickle, "environments": environments}

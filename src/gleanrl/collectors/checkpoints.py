@@ -18,9 +18,24 @@ from gleanrl.collectors import state_files
 from gleanrl.core.errors import ConfigError
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.saving import locked
+from gleanrl.memory.replay.storages import LazyTensorStorage
 
 STATE = "state"
 _FOLDER = re.compile(r"buffer-[0-9a-f]{32}")
+
+
+def check_saves(buffer: Any) -> ReplayBuffer:
+    """Return a replay buffer that can be saved with a collector.
+
+    Raises:
+        ConfigError: it cannot, or there is none.
+    """
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, LazyTensorStorage):
+        raise ConfigError(
+            "a collector is saved and loaded with a ReplayBuffer of tensors (LazyTensorStorage and "
+            f"its kinds); its replay_buffer is {buffer!r:.200}"
+        )
+    return buffer
 
 
 def write(
@@ -69,8 +84,8 @@ def read(path: Path) -> tuple[dict[str, Any], Any, Path | None]:
     """Return the facts and the state that `write` has written, and the folder of the buffer.
 
     Raises:
-        ConfigError: there is no such state, or it is damaged or of a later version.
-        OSError: it cannot be read.
+        ConfigError: the state is damaged or of a later version.
+        OSError: it cannot be read, or there is none.
     """
     file = path / STATE if path.is_dir() else path
     facts, state = state_files.read(file)

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from gleanrl.collectors.checkpoints import check_saves
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ConfigError
+from gleanrl.memory.replay.buffer import ReplayBuffer
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Of a program that SIGTERM ended; shells say the same of one that does not handle the signal."""
@@ -31,13 +33,14 @@ _active: list[Preemption] = []
 """Of all collectors of this process that handle SIGTERM: one signal saves the states of all."""
 
 
-def check_preemption(path: Any, directory: bool) -> None:
+def check_preemption(path: Any, replay_buffer: Any) -> None:
     """Raise `ConfigError` unless a state can be saved at ``path`` when SIGTERM arrives.
 
-    Args:
-        path: Where to.
-        directory: Whether that is a directory, with a replay buffer, and not a file.
+    With a `ReplayBuffer`, that is a directory, and else a file.
     """
+    directory = isinstance(replay_buffer, ReplayBuffer)
+    if directory:
+        check_saves(replay_buffer)
     target = os.path.abspath(name := os.fspath(path))
     if not name or "\0" in name or not os.path.isdir(os.path.dirname(target)):
         raise ConfigError(f"preemption_path ({path!r}) must be in a directory that exists")
@@ -143,6 +146,8 @@ class Preemption:
 
     def reached(self) -> None:
         """Save and raise `Preempted` if SIGTERM has arrived; call it between two batches."""
+        if not self.told:
+            return
         self.save_once()
         if self._saved.is_set():
             if threading.current_thread() is threading.main_thread():

@@ -22,7 +22,6 @@ from gleanrl.envs.plain_state import pickled_parts, save_state
 from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.storages import LazyTensorStorage
 
 OF_ALL = (
     "frames",
@@ -80,20 +79,6 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             "ready": list(map(save_state, collection.ready)),
             "ledger": collection.ledger_state(),
         }
-
-
-def check_saves(buffer: Any) -> ReplayBuffer:
-    """Return a replay buffer that can be saved with a collector.
-
-    Raises:
-        ConfigError: it cannot, or there is none.
-    """
-    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, LazyTensorStorage):
-        raise ConfigError(
-            "a collector is saved and loaded with a ReplayBuffer of tensors (LazyTensorStorage and "
-            f"its kinds); its replay_buffer is {buffer!r:.200}"
-        )
-    return buffer
 
 
 def save_to(
