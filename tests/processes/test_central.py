@@ -72,6 +72,7 @@ def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
         workers=st.integers(2, 3),
         each=st.integers(1, 2),
         steps=st.integers(1, 7),
+        apart=st.booleans(),
         options=st.fixed_dictionaries(
             {},
             optional={
@@ -83,14 +84,14 @@ def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
             },
         ),
     )
-    def check(workers, each, steps, options):
+    def check(workers, each, steps, apart, options):
         count = workers * each
         if make is transformed:  # which counts steps itself
             options.pop("max_frames_per_traj", None)
         options |= {"frames_per_batch": steps * count, "total_frames": 4 * steps * count}
-        found = MultiSyncCollector(
-            [make] * workers, act(), num_envs=each, inference="central", **options
-        )
+        apart = apart and make is not transformed  # one import of TorchRL more
+        central = {"inference": "central", "policy_process": apart}
+        found = MultiSyncCollector([make] * workers, act(), num_envs=each, **central, **options)
         expected = Collector([make] * count, act(), **options)
         one, two = collected(found, 5), collected(expected, 5)
         assert len(one) == len(two)
@@ -199,6 +200,28 @@ def test_a_replay_buffer_is_filled_with_the_same_rows():
     assert same(*rows)
 
 
+@pytest.mark.filterwarnings("ignore:collection waits|worker 0 was replaced")
+def test_a_policy_in_a_process_of_its_own_collects_in_the_background_and_survives():
+    options = {"frames_per_batch": 40, "policy_process": True, "on_failure": "relaunch"}
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10_000))
+    make = partial(MultiSyncCollector, ["CartPole-v1"] * 2, inference="central", **options)
+    with make(greedy(4, 2), replay_buffer=buffer) as collector, rig.in_time():
+        collector.set_seed(3)
+        collector.start()
+        rig.until(lambda: len(buffer) >= 200)
+        collector.update_policy_weights_()
+        os.kill(collector.stats("per_worker")["worker_0/pid"], signal.SIGKILL)
+        rig.until(lambda: collector.stats()["relaunches"] == 1)
+        rows = len(buffer)
+        rig.until(lambda: len(buffer) >= rows + 200)
+    with Collector(["CartPole-v1"] * 2, greedy(4, 2), frames_per_batch=200) as expected:
+        expected.set_seed(3)
+        wanted = expected.next()
+    first = buffer[:200].reshape(5, 2, 20)
+    observations = first["observation"].transpose(0, 1).reshape(2, 100, 4)
+    assert torch.equal(observations, wanted["observation"])
+
+
 def test_a_state_is_continued_by_another_collector():
     def make():
         return MultiSyncCollector(
@@ -297,7 +320,7 @@ def test_arguments_about_processes_reach_them():
     )
     try:
         assert torch.get_num_threads() == 1
-        with pytest.raises(ConfigError, match="inference='workers'"):
+        with pytest.raises(ConfigError, match="policy_process=True"):
             collector.start()
     finally:
         collector.shutdown()

@@ -555,7 +555,9 @@ def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
         ({"transition_chunk_size": 2, "compact_obs": True}, "exclude each other"),
         ({"max_wait_s": -1.0}, "max_wait_s"),
         ({"interruptor": Interruptor()}, "needs policy_process=False"),
-        ({"inference": "workers", "policy_process": False}, "needs asynchronous central"),
+        ({"inference": "workers", "policy_process": False}, "needs inference='central'"),
+        ({"inference": "workers", "max_batch_size": 2}, "needs asynchronous central"),
+        ({"policy_process": False, "driver_affinity": [0]}, "needs a process of its own"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

@@ -192,15 +192,12 @@ EXCUSED = {
     "preemption_path": "ends the process, tests/processes/test_preemption.py",
     "grace": "belongs to preemption_path",
     "inference": "tests/processes/test_central.py compares it with one process",
-    "env_groups": "is for central inference, tests/processes/test_central.py",
     **dict.fromkeys(
-        (
-            "policy_process",
-            "max_batch_size",
-            "min_batch_size",
-            "max_wait_s",
-            "transition_chunk_size",
-        ),
+        ("env_groups", "policy_process"),
+        "is for central inference, tests/processes/test_central.py",
+    ),
+    **dict.fromkeys(
+        ("max_batch_size", "min_batch_size", "max_wait_s", "transition_chunk_size"),
         "is for asynchronous central inference, tests/processes/test_central_async.py",
     ),
     **dict.fromkeys(

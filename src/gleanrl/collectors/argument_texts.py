@@ -141,8 +141,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "inference": 'The place of the policy. ``"workers"``: each worker has a copy. '
         '``"central"``: one policy acts in the environments of all workers, and workers only step '
         "environments; collectors over processes.",
-        "policy_process": "With asynchronous central inference: ``False`` has the policy act in "
-        "this process while the collector is iterated, by default it is in a process of its own.",
+        "policy_process": "With central inference: whether the policy is in a process of its own "
+        "(the default if asynchronous), or acts in this one while the collector is iterated.",
         "max_batch_size": "With asynchronous central inference, the most environments that a call "
         "of the policy acts for; by default all that wait.",
         "min_batch_size": "With asynchronous central inference, the environments that the policy "

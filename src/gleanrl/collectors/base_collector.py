@@ -325,10 +325,12 @@ class BaseCollector(Controls, IterableDataset[Any]):
         if self._engine.backend.inline:
             raise ConfigError(
                 "start() collects while the learner goes on, with which a policy in this process "
-                "(backend='inline', or inference='central') would share random generators, "
-                "exploration type and other settings; use backend='process'"
-                + " with inference='workers'"
-                * (self.collection.plan.central is not None)
+                "would share random generators, exploration type and other settings; use "
+                + (
+                    "backend='process'"
+                    if self.collection.plan.central is None
+                    else "policy_process=True"
+                )
             )
 
     is_running = method_of("_background", BackgroundFilling.is_running)

@@ -41,10 +41,8 @@ _OF_ONE = (
     "env_device",
     "policy_device",
 )
-_CENTRAL = ("env_groups",)
+_CENTRAL = ("env_groups", "policy_process", "driver_affinity")
 _ASYNC = (
-    "policy_process",
-    "driver_affinity",
     "max_batch_size",
     "min_batch_size",
     "max_wait_s",
@@ -54,7 +52,7 @@ _ASYNC = (
 _INSIDE = (
     "inference",
     "env_groups",
-    *_ASYNC[2:],
+    *_ASYNC,
     "create_env_kwargs",
     "num_sub_threads",
     "timeout",
@@ -113,6 +111,7 @@ def policy_process_plan(
     arguments: Arguments,
     functions: Sequence[Any],
     kind: Callable[..., Any],
+    sync: bool,
     affinity: Sequence[Processors] | None,
 ) -> WorkerPlan:
     """Return the plan of a collector whose one worker has a policy for other workers.
@@ -121,6 +120,7 @@ def policy_process_plan(
         arguments: Those of the collector.
         functions: Each worker's ``create_env_fn``.
         kind: The class of the collector in the process of the policy.
+        sync: Whether all environments take the same steps.
         affinity: The processors of each worker.
 
     Raises:
@@ -138,19 +138,20 @@ def policy_process_plan(
     plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
-        sync=False,
+        sync=sync,
         collector_class=partial(kind, policy_process=False, **inside),
         serve=serve,
     )
     each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
-    plan.batches = replace(plan.batches, rollout_envs=each)
+    own = {"cat": 0, "stacked": False} if sync else {"rollout_envs": each}
+    plan.batches = replace(plan.batches, **own)
     return plan
 
 
-def driver_processors(arguments: Arguments) -> list[Processors] | None:
+def driver_processors(arguments: Arguments, process: bool) -> list[Processors] | None:
     """Return the processors of the process with the policy, as a list of one."""
     given = arguments["driver_affinity"]
-    if given is not None and arguments["policy_process"] is False:
+    if given is not None and not process:
         raise ConfigError("driver_affinity needs a process of its own for the policy")
     return None if given is None else read_affinity("driver_affinity", [given], 1)
 

@@ -82,12 +82,14 @@ class MultiCollector(BaseCollector):
         self._affinity = affinity
         if read_inference(arguments, self._sync):
             arguments = in_whole_rollouts(arguments, functions)
-            if self._sync or arguments["policy_process"] is False:
-                driver_processors(arguments)
-                self._start_here(central_plan(arguments, functions, self._sync, affinity))
+            process, kind = arguments["policy_process"], _KINDS[self._sync]
+            process = not self._sync if process is None else process
+            driver = driver_processors(arguments, process)
+            if process:
+                plan = policy_process_plan(arguments, functions, kind, self._sync, affinity)
+                self._start(plan, _make_backend(arguments, driver))
             else:
-                plan = policy_process_plan(arguments, functions, MultiAsyncCollector, affinity)
-                self._start(plan, _make_backend(arguments, driver_processors(arguments)))
+                self._start_here(central_plan(arguments, functions, self._sync, affinity))
             self.num_workers = len(functions)
             return
         kind = arguments["collector_class"]
@@ -225,6 +227,9 @@ class AsyncCollector(MultiCollector):
         if kwargs.get("num_workers") not in (None, 1):
             raise ConfigError(f"num_workers ({kwargs['num_workers']!r}) of an AsyncCollector is 1")
         super().__init__([create_env_fn], policy, **kwargs)
+
+
+_KINDS = {True: MultiSyncCollector, False: MultiAsyncCollector}
 
 
 def _make_backend(arguments: Arguments, affinity: Sequence[Processors] | None) -> MakeBackend:
