@@ -23,6 +23,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from benchmarks.cases import pixels
 from benchmarks.harness import Case, Reference, System
 from benchmarks.systems import ours
 
@@ -37,7 +38,8 @@ _SLACK = 29
 
 def all_cases() -> list[Case]:
     """Return a case per number of environments."""
-    return [accelerator(64, groups=2), accelerator(16, groups=1), any_of_many()]
+    cases = [accelerator(64, groups=2), accelerator(16, groups=1), any_of_many()]
+    return [*cases, *pixels.all_cases()]
 
 
 def accelerator(envs: int, groups: int) -> Case:
