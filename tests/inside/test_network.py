@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -134,6 +135,26 @@ def test_a_cable_that_is_cut(elsewhere, host, sync):
     assert elsewhere.ends(BEAT + 5) == [1, 1]
     with pytest.raises(Exception, match="shut down|no sign|connection"):
         collector.update_policy_weights_()
+
+
+@pytest.mark.filterwarnings("ignore:collection|worker")
+@pytest.mark.parametrize("sync", [True, False])
+def test_nodes_behind_a_cut_cable_are_replaced_when_it_is_whole_again(elsewhere, host, sync):
+    with collect(elsewhere, sync=sync, on_failure="relaunch", max_relaunches=20) as collector:
+        collector.set_seed(1)
+        old = set(collector.next()["collector", "traj_ids"].flatten().tolist())
+        ip("link", "set", f"{host}-a", "down")
+        timer = threading.Timer(BEAT + 1, ip, ("link", "set", f"{host}-a", "up"))
+        timer.start()
+        with rig.in_time(4 * rig.LIMIT):
+            while collector.stats()["relaunches"] < 2:
+                batch = collector.next()
+        timer.join()
+        ledger = collector.stats()
+        parts = ("frames", "frames_under_way", "frames_discarded")
+        assert ledger["frames_stepped"] == sum(ledger[part] for part in parts)
+        assert batch.numel() == 8
+        assert not old & set(collector.next()["collector", "traj_ids"].flatten().tolist())
 
 
 def test_a_host_that_cannot_be_reached_is_not_waited_for_beyond_the_deadline(elsewhere, host):
