@@ -20,7 +20,7 @@ from gleanrl.core.options import warn
 from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts, SyncGather
-from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.interruptor import EarlyStop, Interruptor
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import PolicyReplacements
 from gleanrl.engine.session import Session
@@ -429,7 +429,6 @@ def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
         plan.limits,
         plan.frames,
         plan.batches,
-        enough=plan.enough,
-        stopped=stopped,
+        early=EarlyStop(plan.enough, stopped),
         blanks=plan.blanks,
     )

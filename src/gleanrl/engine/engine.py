@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -23,6 +23,8 @@ from gleanrl.engine.gather import (
     SyncGather,
     Undelivered,
 )
+from gleanrl.engine.interruptor import EarlyStop
+from gleanrl.engine.rollout_sizes import rollout_sizes
 from gleanrl.engine.session import MakeBackend, Session
 
 _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
@@ -52,8 +54,7 @@ class Engine(Session):
         frames: Sequence[int],
         options: BatchOptions,
         *,
-        enough: int | None = None,
-        stopped: Callable[[], bool] = bool,
+        early: EarlyStop | None = None,
         blanks: bool = False,
     ) -> Budget:
         """Decide the layout of batches and reserve their memory; call once, first.
@@ -62,8 +63,7 @@ class Engine(Session):
             limits: Frames per batch and in all, as the user gave them.
             frames: Per worker, the frames of its rollouts; rounded up to whole steps.
             options: How batches are handed out.
-            enough: Workers that have to finish; then the rollouts of the others are stopped.
-            stopped: Whether rollouts are to be stopped from outside.
+            early: Ends rollouts early.
             blanks: Whether batches of all workers may lack the rollouts of lost ones.
 
         Returns:
@@ -72,30 +72,18 @@ class Engine(Session):
         Raises:
             ConfigError: rollouts that cannot be put together so, or more memory than there is.
         """
-        layouts = self.layouts
-        rows = [
-            (options.rollout_envs or envs) if layout is None else layout.num_envs
-            for layout, envs in zip(layouts, self.envs, strict=True)
-        ]
-        self.steps = tuple(
-            -(-requested // count) if layout is None or layout.steps is None else layout.steps
-            for requested, layout, count in zip(frames, layouts, rows, strict=True)
-        )
-        """Per worker, the steps of its rollouts."""
-        self.sizes = [steps * count for steps, count in zip(self.steps, rows, strict=True)]
-        """Per worker, the frames of its rollouts."""
-        size = max(self.sizes) * options.joined if options.single else sum(self.sizes)
-        budget = Budget(limits.rounded(size, max(rows) if options.single else self.num_envs))
-        self.batches = plan = BatchPlan(self.backend.memory, layouts, self.steps, options)
+        sizes = rollout_sizes(limits, frames, self.layouts, self.envs, options)
+        self.steps, self.sizes, limits = sizes
+        """Per worker, the steps and the frames of its rollouts."""
+        self.batches = plan = BatchPlan(self.backend.memory, self.layouts, self.steps, options)
         if options.single:
             own = [plan.worker_slots(worker) for worker in range(self.workers)]
             self.gather: Gather = AsyncGather(self, own, self.sizes)
         else:
             slots = plan.common_slots()
-            self.gather = SyncGather(
-                self, slots, self.sizes, enough=enough, stopped=stopped, blanks=blanks
-            )
-        return budget
+            early = EarlyStop() if early is None else early
+            self.gather = SyncGather(self, slots, self.sizes, early=early, blanks=blanks)
+        return Budget(limits)
 
     def _open_window(self, reference: m.WindowRef) -> Window:
         if not reference.blocks:

@@ -16,6 +16,7 @@ from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ConfigError, GleanError
 from gleanrl.engine.batches import Slots
 from gleanrl.engine.budget import Budget
+from gleanrl.engine.interruptor import EarlyStop
 from gleanrl.engine.session import Session, Ticket
 
 _EXIT_GRACE_S = 2.0
@@ -113,9 +114,8 @@ class _Round:
     deadline: Deadline
     tickets: list[Ticket] = field(default_factory=list)
 
-    @property
     def finished(self) -> int:
-        """The number of workers that have replied."""
+        """Return the number of workers that have replied."""
         return sum(ticket.reply is not None for ticket in self.tickets)
 
 
@@ -125,10 +125,7 @@ def _reports(tickets: Iterable[Ticket]) -> list[m.Report]:
 
 
 class SyncGather(Gather):
-    """A batch is complete when every worker has delivered its rollout.
-
-    With ``enough``, the rollouts of the others are stopped once that many workers are done.
-    """
+    """A batch is complete when every worker has delivered its rollout."""
 
     def __init__(
         self,
@@ -136,8 +133,7 @@ class SyncGather(Gather):
         slots: Slots,
         frames: Sequence[int],
         *,
-        enough: int | None = None,
-        stopped: Callable[[], bool] = bool,
+        early: EarlyStop,
         blanks: bool = False,
     ) -> None:
         """Gather from every worker.
@@ -146,13 +142,11 @@ class SyncGather(Gather):
             session: With the workers.
             slots: Of batches that hold the rollouts of all.
             frames: Per worker, those of a rollout.
-            enough: Number of workers that have to finish.
-            stopped: Whether rollouts are to be stopped from outside.
+            early: Ends rollouts early.
             blanks: Whether batches may lack the rollouts of lost workers.
         """
         super().__init__(session, [slots], frames)
-        self._enough = enough
-        self._stopped = stopped
+        self._early = early
         self._blanks = blanks
         self._begun: _Round | None = None
         self._changes = session.changes
@@ -195,8 +189,8 @@ class SyncGather(Gather):
 
     def _begin(self, budget: Budget, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
-        if self._enough is not None:
-            self._set_stop(self._enough == 0)  # each worker makes one step then
+        if self._early.enough is not None:
+            self._early.begin(self.session.backend.stop_byte)
         slot = self._slots[0].acquire()
         if slot is None:
             raise GleanError("no slot is free: a batch was handed out that should have been copied")
@@ -239,8 +233,8 @@ class SyncGather(Gather):
                 if ticket.lost is not None and failures:
                     break
                 session.receive_in_time(self._deadline(begun), begun.tickets, _TASK)
-                if self._enough is not None and not failures:
-                    self._update_stop(begun)
+                if self._early.enough is not None and not failures:
+                    self._early.update(session.backend.stop_byte, begun.finished)
         if session.changes != self._changes:
             failures = failures or self._look(begun)
         for error in failures:
@@ -272,7 +266,7 @@ class SyncGather(Gather):
         failures = failures or session.take_failures()
         if failures:
             begun.deadline = Deadline(_EXIT_GRACE_S)
-            self._set_stop(True)
+            self._early.set(session.backend.stop_byte, True)
         return failures
 
     def _tolerated(self, ticket: Ticket) -> bool:
@@ -287,16 +281,6 @@ class SyncGather(Gather):
                 begun.deadline = Deadline(begun.deadline.seconds)
                 begun.tickets[worker] = self._requested(begun, worker)
 
-    def _set_stop(self, stop: bool) -> None:
-        wanted: bool | None = None
-        while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
-            self.session.backend.stop_byte[0] = wanted = now
-
-    def _update_stop(self, begun: _Round) -> None:
-        """Let rollouts run to their end, unless enough workers have finished."""
-        if self._enough is not None:
-            self._set_stop(begun.finished >= self._enough)
-
     def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
         if self._begun is None:
@@ -308,7 +292,7 @@ class SyncGather(Gather):
         self.session.receive_available()
         if timeout is None:
             self.session.warn_silent()
-        self._update_stop(begun)
+        self._early.update(self.session.backend.stop_byte, begun.finished)
         self._request_again(begun)
         waits = self.session.can_continue and any(t.due or self._replaced(t) for t in begun.tickets)
         return not waits or self._deadline(begun).expired
@@ -338,7 +322,7 @@ class SyncGather(Gather):
         if not stale:
             return 0
         begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
-        self._update_stop(begun)
+        self._early.update(self.session.backend.stop_byte, begun.finished)
         begun.deadline = Deadline(begun.deadline.seconds)
         for ticket in stale:
             begun.tickets.append(self._requested(begun, ticket.worker))
