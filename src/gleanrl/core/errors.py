@@ -97,8 +97,12 @@ class WorkerError(GleanError, RuntimeError):
 class WorkerDied(GleanError, RuntimeError):
     """A worker process ended without a command to end."""
 
-    worker: int | None = None
+    worker: int | None
     """The index of the worker, if it was a worker."""
+
+    def __init__(self, *args: object, worker: int | None = None) -> None:
+        super().__init__(*args)
+        self.worker = worker
 
 
 class CollectorTimeout(GleanError, TimeoutError):

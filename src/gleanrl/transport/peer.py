@@ -135,9 +135,7 @@ class RemoteBackend(ABC, Generic[P]):
         """Forget ``peer``, which is gone; return the error that says so."""
         text = self._exit_reason(peer, reason)  # first: an interrupt must not lose the news
         self._drop(peer)
-        error = WorkerDied(f"worker {peer.index} {text}")
-        error.worker = peer.index
-        return error
+        return WorkerDied(f"worker {peer.index} {text}", worker=peer.index)
 
     def no_end_noticed(self) -> bool:
         """Return False: only `receive` can tell."""

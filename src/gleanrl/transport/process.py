@@ -154,18 +154,15 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             try:
                 self._fork(worker, self._factories[worker], life)
             except (WorkerDied, CollectorTimeout, OSError) as err:
-                error = WorkerDied(f"worker {worker} was not replaced: {err}")
-                error.worker = worker
-                raise error from err
+                raise WorkerDied(f"worker {worker} was not replaced: {err}", worker=worker) from err
             self._building[worker] = Deadline(self._start_timeout)
         for worker, deadline in self._building.items():
             if deadline.expired:
-                error = WorkerDied(
+                raise WorkerDied(
                     f"the replacement of worker {worker} did not build its environments within "
-                    f"{self._start_timeout} s"
+                    f"{self._start_timeout} s",
+                    worker=worker,
                 )
-                error.worker = worker
-                raise error
         waits = [due - now for due, _ in self._due.values()]
         return min([*waits, *(one.left for one in self._building.values())], default=None)
 
