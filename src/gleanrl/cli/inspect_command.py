@@ -31,7 +31,6 @@ def run(options: InspectOptions) -> int:
     Raises:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
-        PlotError: the requested picture or page cannot be drawn or written.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)

@@ -55,9 +55,6 @@ class FileAddress:
 
         Args:
             access: The mode of ``os.open``.
-
-        Raises:
-            ReplayError: the process has ended, or has another file there now.
         """
         path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
         try:
@@ -113,11 +110,7 @@ class SharedMemory:
         return os.fstat(self.fd).st_size
 
     def reserve(self, nbytes: int) -> int:
-        """Grow by ``nbytes``, rounded up to pages; return the offset of the new part.
-
-        Raises:
-            ConfigError: the system refuses a file of that size.
-        """
+        """Grow by ``nbytes``, rounded up to pages; return the offset of the new part."""
         start = self.nbytes
         try:
             os.ftruncate(self.fd, start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -207,9 +200,6 @@ def check_memory(
         advice: The remedy, for the error.
         kind: The kind of memory.
         root: As for `available_memory`.
-
-    Raises:
-        ConfigError: there is less.
     """
     free = available_memory(root)
     if free is not None and nbytes > free:

@@ -145,7 +145,6 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
     """Call ``policy`` and return the TensorDict it left or returned.
 
     Raises:
-        PolicyTypeError: the policy returned something else than a TensorDict.
         PolicyError: it wrote a tensor that has not the batch's shape.
     """
     try:

@@ -62,11 +62,7 @@ class Metadata:
 
     @classmethod
     def read(cls, directory: Path) -> Metadata:
-        """Read and check the card of ``directory``.
-
-        Raises:
-            TensorFileError: it is missing, is not a card, or contradicts itself.
-        """
+        """Read and check the card of ``directory``."""
         path = directory / CARD
         if not os.path.isfile(path):
             raise TensorFileError(
@@ -130,11 +126,7 @@ class Part:
     """The card of a writer; empty without one."""
 
     def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``.
-
-        Raises:
-            TensorFileError: the data contradict their card.
-        """
+        """Return an entry as ``[frames, ...]``."""
         try:
             file = {file.key: file for file in self.files}[key]
             return self._values(file).reshape(self.frames, *file.shape).to(file.dtype)
@@ -157,13 +149,7 @@ class Dataset:
     """A dataset opened for reading, in any format; entries are read if it has raw files."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the card and check that raw files exist and have the right size.
-
-        Raises:
-            ConfigError: there is no such directory.
-            TensorFileError: a file is missing, leads out of the directory or has another size, or
-                writers recorded different entries.
-        """
+        """Read the card and check that raw files exist and have the right size."""
         if not os.path.isdir(directory):
             raise ConfigError(f"{directory} is not a directory")
         self.directory = directory
@@ -200,11 +186,7 @@ class Dataset:
         return tuple(file.key for file in self.metadata.files)
 
     def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``, mapped from its file unless there are several.
-
-        Raises:
-            KeyError: there is no such entry.
-        """
+        """Return an entry as ``[frames, ...]``, mapped from its file unless there are several."""
         if key not in self.keys():
             known = list(self.keys())
             raise KeyError(f"{format_key(key)} is not in {self.directory}; it has {known}")
@@ -212,11 +194,7 @@ class Dataset:
         return entries[0] if len(entries) == 1 else torch.cat(entries)
 
     def frames(self, entries: Mapping[Key, torch.Tensor]) -> TensorDict:
-        """Return ``entries``, ``[K, ...]`` each, as a TensorDict ``[K]`` nested as the recorded.
-
-        Raises:
-            TensorFileError: the card contradicts itself.
-        """
+        """Return ``entries``, ``[K, ...]`` each, as a TensorDict ``[K]`` nested as the recorded."""
         count = next(iter(entries.values())).shape[0]
         frames = TensorDict(batch_size=[count])
         try:

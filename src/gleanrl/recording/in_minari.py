@@ -68,11 +68,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
-    """Open a dataset: each episode is a part.
-
-    Raises:
-        TensorFileError: the file is damaged.
-    """
+    """Open a dataset: each episode is a part."""
     try:
         # Not by Minari, which would make an environment that the file names.
         texts = tensor_files.read_description(inside(directory, f"{DATA}/metadata.json"))
@@ -91,11 +87,7 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
 
 
 def _own(file: h5py.Group, name: str) -> Any:
-    """Return a group or array of ``file`` that lies in it; HDF5 can refer to other files.
-
-    Raises:
-        LookupError: it is not there, or leads elsewhere.
-    """
+    """Return a group or array of ``file`` that lies in it; HDF5 can refer to other files."""
     found: Any = file
     for part in name.split("/"):
         if not isinstance(found.get(part, getlink=True), h5py.HardLink):

@@ -44,12 +44,7 @@ class Shard:
         self._open: list[int] = []
 
     def write(self, frames: TensorDictBase) -> None:
-        """Append ``frames`` ``[K]``; if that fails, everything before stays valid.
-
-        Raises:
-            TensorFileError: the disk is full, or these frames cannot be stored as arrays like those
-                before.
-        """
+        """Append ``frames`` ``[K]``; if that fails, everything before stays valid."""
         if not frames.shape[0]:
             return
         if not isinstance(frames, TensorDict):
@@ -198,11 +193,7 @@ class RawPart(Part):
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
-    """Open a finished dataset, or the parts that writers have written until now.
-
-    Raises:
-        TensorFileError: files are damaged, or writers recorded different entries.
-    """
+    """Open a finished dataset, or the parts that writers have written until now."""
     if metadata.data != SHARDS:
         return [RawPart(directory)]
     root, folders = os.path.realpath(directory), sorted(directory.glob(f"{SHARDS}/[!.]*"))

@@ -23,9 +23,6 @@ def outward(name: str | None = None) -> str:
 
     The address of ``name`` (by default the host's name), unless it is a loopback address, as names
     often have on their own host; then the address of the interface of the default route.
-
-    Raises:
-        ConfigError: there is neither.
     """
     candidates = (_of_name(name or socket.gethostname()), _of_route())
     for candidate in candidates:
@@ -67,11 +64,7 @@ def _is_here(address: str) -> bool:
 
 
 def ports_to_try(wanted: int | str | None) -> Sequence[int]:
-    """Return the requested port; else the port in the environment, and those after it.
-
-    Raises:
-        ConfigError: no port number.
-    """
+    """Return the requested port; else the port in the environment, and those after it."""
     given = os.environ.get("TCP_PORT", TCP_PORT) if wanted is None else wanted
     try:
         port = int(given)

@@ -32,11 +32,7 @@ _MOST = 128
 
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of ``ports`` that is free; warn if that is not the first.
-
-    Raises:
-        ConfigError: none is.
-    """
+    """Listen on the first of ``ports`` that is free; warn if that is not the first."""
     for port in ports:
         try:
             listener = socket.create_server((host, port), backlog=1024)

@@ -376,7 +376,6 @@ class NetworkBackend(ChannelBackend[Node]):
         Raises:
             ConfigError: a factory cannot be sent to another process.
             WorkerDied: a node ended before it joined.
-            CollectorTimeout: not all had joined in time.
         """
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))

@@ -101,7 +101,6 @@ class RemoteBackend(ABC, Generic[P]):
         """Post ``command``; if the worker is gone, `receive` says so, after its last messages.
 
         Raises:
-            ClosedError: after `stop`.
             WorkerDied: `receive` has said already that the worker is gone.
         """
         peer = self._peers.get(worker)
@@ -113,7 +112,6 @@ class RemoteBackend(ABC, Generic[P]):
         """Return the next reply of any worker; a rollout is in its window by then.
 
         Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a worker is gone.
         """
         if self._arrived and (frame := self._next()) is not None:

@@ -140,11 +140,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._due[worker] = monotonic() + delay, life
 
     def _look_after(self) -> float | None:
-        """Start replacements that are due, and end late ones; return the seconds until the next.
-
-        Raises:
-            WorkerDied: a replacement could not be started, or did not build its environments.
-        """
+        """Start replacements that are due, and end late ones; return the seconds until the next."""
         now = monotonic()
         for worker in [worker for worker, (due, _) in self._due.items() if due <= now]:
             _, life = self._due.pop(worker)

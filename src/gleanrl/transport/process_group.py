@@ -75,9 +75,6 @@ class ProcessGroups:
         Args:
             kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
             timeout_s: Seconds that the learner waits for one transfer.
-
-        Raises:
-            ConfigError: an unknown kind, or one that this PyTorch or this machine does not have.
         """
         if kind not in KINDS:
             raise ConfigError(f"backend ({kind!r}) must be one of {', '.join(map(repr, KINDS))}")

@@ -106,7 +106,6 @@ class Zygote:
 
         Raises:
             CollectorTimeout: the zygote did not answer in time.
-            WorkerDied: this process could not be started, or the zygote itself ended.
         """
         deadline = Deadline(timeout)
         with self._lock:

@@ -177,7 +177,6 @@ class Watching:
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: another trace is being written.
 
         Example:
             >>> import tempfile

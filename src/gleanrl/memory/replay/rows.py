@@ -366,9 +366,6 @@ def deduplicate(
         compact: ``False``, ``True`` for every entry that is larger than the link that replaces it,
             or root keys.
         stacks: Entries that are stacks of frames, with the number of frames.
-
-    Raises:
-        ConfigError: there are no such entries.
     """
     chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:

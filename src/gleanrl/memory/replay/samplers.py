@@ -299,11 +299,7 @@ class PrioritizedSampler(Sampler):
         self._alpha = alpha
 
     def _with_alpha(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
-        """Return numbers raised to ``before`` as numbers raised to ``alpha``.
-
-        Raises:
-            ConfigError: all were made equal, or their sum might overflow.
-        """
+        """Return numbers raised to ``before`` as numbers raised to ``alpha``."""
         same = before == alpha or not raised.any()
         if not (0 <= alpha < math.inf and (same or before > 0)):
             raise ConfigError(

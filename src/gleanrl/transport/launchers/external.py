@@ -106,11 +106,7 @@ class _Job:
 
     @classmethod
     def read(cls) -> _Job:
-        """Read the environment.
-
-        Raises:
-            ConfigError: torchrun did not write it.
-        """
+        """Read the environment."""
         env = os.environ
         missing = [
             name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env
@@ -212,8 +208,6 @@ def serve_as_rank(timeout_s: float) -> None:
         timeout_s: Seconds to wait for the address of rank 0.
 
     Raises:
-        SystemExit: in any rank but 0, when the learner has ended; its code is 0.
-        CollectorTimeout: rank 0 does not become a learner.
         ConfigError: this process was not started by torchrun.
     """
     job = _Job.read()

@@ -71,9 +71,6 @@ class Jobs:
             conf: Parameters of `submitit.AutoExecutor`, over `JOB_DEFAULTS`; besides
                 ``cluster`` (``"slurm"``, ``"local"``, by default what is there) and ``folder``.
             what: The name of that argument, for messages.
-
-        Raises:
-            ConfigError: submitit is not installed, or something in ``conf`` cannot be.
         """
         self._submitit = imported("submitit", "submitit", _SUBMITTING)
         self._what = what
@@ -109,18 +106,14 @@ class Jobs:
         """Return the folder of the jobs, made at the first call.
 
         Raises:
-            ConfigError: see `private_folder`.
+            ConfigError: the folder cannot be made, or is not private.
         """
         if self._folder is None:
             self._folder = private_folder(self._parent)
         return self._folder
 
     def submit(self, functions: Sequence[Callable[[], Any]]) -> int:
-        """Have every function called in a job of its own; return the index of the first.
-
-        Raises:
-            ConfigError: the scheduler does not take them.
-        """
+        """Have every function called in a job of its own; return the index of the first."""
         folder, first = self.open(), len(self._jobs)
         try:
             executor = self._submitit.AutoExecutor(folder=folder, cluster=self.cluster)
@@ -174,11 +167,7 @@ class Jobs:
         return f"{name} {told}" + (f"; the last line of its log is {tail!r}" if tail else "")
 
     def result(self, index: int, what: str) -> Any:
-        """Wait for the end of job ``index``, named ``what``; return what its function returned.
-
-        Raises:
-            WorkerDied: its function raised, or the job ended otherwise.
-        """
+        """Wait for the end of job ``index``, named ``what``; return what its function returned."""
         while (reason := self.outcome(index, _PAUSE_S)) is None:
             pass
         job = self._jobs[index]
@@ -226,11 +215,7 @@ def _has_result(job: Any) -> bool:
 
 
 def private_folder(parent: Path) -> Path:
-    """Make a new folder that only the user can read.
-
-    Raises:
-        ConfigError: it cannot be made there, or would not be private.
-    """
+    """Make a new folder that only the user can read."""
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -334,11 +319,7 @@ def write_invitations(folder: Path, invitations: Sequence[Invitation]) -> None:
 
 
 def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | None:
-    """Wait for the invitation of ``node``; return ``None`` if the learner needs no such node.
-
-    Raises:
-        CollectorTimeout: the main job wrote none within ``timeout`` seconds.
-    """
+    """Wait for the invitation of ``node``; return ``None`` if the learner needs no such node."""
     deadline = Deadline(timeout)
     while True:
         # A file system on a network may show an old folder until it is listed, or half a file.
@@ -382,11 +363,7 @@ class DelayedLauncher:
     """In a main job: invites the nodes that wait for it, once."""
 
     def __init__(self) -> None:
-        """Find the nodes.
-
-        Raises:
-            ConfigError: this process is not a main job, or another collector has its nodes.
-        """
+        """Find the nodes."""
         if _main_job is None:
             raise ConfigError(
                 "launcher='submitit_delayed' is for collectors built in a function that "
