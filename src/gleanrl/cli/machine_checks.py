@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from rich.filesize import decimal as size
+
 from gleanrl.cli.display import plural
-from gleanrl.memory.shared import size
 
 Status: TypeAlias = Literal["ok", "note", "wrong"]
 _FILES, _FILES_EACH = 128, 8

@@ -209,20 +209,6 @@ def check_memory(
         )
 
 
-def size(nbytes: int) -> str:
-    """Spell a number of bytes.
-
-    >>> size(999), size(1_500), size(2_340_000_000)
-    ('999 B', '1.5 kB', '2.3 GB')
-    """
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def lock_fence() -> None:
     """Order earlier loads before later loads, and earlier stores before later stores.
 

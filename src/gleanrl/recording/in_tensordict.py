@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.shared import size
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card
 
