@@ -1,20 +1,4 @@
-"""Every error GleanRL raises of its own.
-
-* GleanError
-  * ConfigError            (ValueError)    arguments that are wrong or contradict each other
-    * ArgumentTypeError    (TypeError)     an argument is missing, unknown or of the wrong type
-    * UnknownEnvError      (KeyError)      an environment id that is not registered
-  * EnvError               (RuntimeError)  an environment broke its own declaration
-  * PolicyError            (RuntimeError)  a policy that does not fit the environment
-    * PolicyTypeError      (TypeError)     a policy that cannot be called at all
-  * WeightsError           (ValueError)    weights that do not fit the model
-    * UnknownModelError    (KeyError)      no model of that id
-  * ReplayError            (RuntimeError)  a replay buffer cannot do what was asked
-  * ClosedError            (RuntimeError)  the collector was shut down
-  * WorkerError            (RuntimeError)  user code raised in a worker
-  * WorkerDied             (RuntimeError)  a worker process ended
-  * CollectorTimeout       (TimeoutError)  a deadline passed
-  * CheckFailed            (AssertionError) a check of `gleanrl.testing` found a fault
+"""Every error GleanRL raises of its own, and what users see of them.
 
 Users see tracebacks without the frames of this library, unless it is at fault;
 ``GLEANRL_TRACEBACK=full`` in the environment keeps all frames.

@@ -577,15 +577,10 @@ class NetworkBackend(ChannelBackend[Node]):
         nodes = {*self._peers.values(), *self._by_fd.values()}
         self._peers = {}
         self._arrived.clear()
-        if not mine:
-            _keep_for_ever((self, nodes))
+        if not mine:  # never destroyed: the threads of their process groups are another process's
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self, nodes)))
         for node in nodes:
             node.close(drop=mine)
         self.admitter.listener.close()
         self.launcher.stop(min(timeout, _NODE_EXIT_S))
         self._poller.close()
-
-
-def _keep_for_ever(held: object) -> None:
-    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

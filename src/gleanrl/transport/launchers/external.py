@@ -128,14 +128,9 @@ class _Job:
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
 
-    @property
-    def learner_key(self) -> str:
-        """The key of the learner's address in the store."""
-        return f"gleanrl/{self.attempt}/learner"
-
-    def end_key(self, node: int) -> str:
-        """The key of the reason why a node ended in the store."""
-        return f"gleanrl/{self.attempt}/ended/{node}"
+    def key(self, name: str) -> str:
+        """Return a key of the store: of the learner's address, or of why a node ended."""
+        return f"gleanrl/{self.attempt}/{name}"
 
     def store(self, timeout_s: float) -> Any:
         """Connect to the store; rank 0 also keeps it if torchrun does not."""
@@ -177,7 +172,7 @@ class TorchrunLauncher:
         notice = {"host": first.host, "port": first.port}
         if SECRET not in os.environ:
             notice["secret"] = first.secret.decode()
-        self._connected().set(self._job.learner_key, json.dumps(notice))
+        self._connected().set(self._job.key("learner"), json.dumps(notice))
 
     def _connected(self) -> Any:
         if self._store is None:
@@ -185,7 +180,7 @@ class TorchrunLauncher:
         return self._store
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        key, deadline = self._job.end_key(node), Deadline(timeout)
+        key, deadline = self._job.key(f"ended/{node}"), Deadline(timeout)
         store = self._connected()
         try:
             # Not `wait`, which prints a warning when its time is up.
@@ -216,7 +211,7 @@ def serve_as_rank(timeout_s: float) -> None:
     node = job.rank - 1
     store = job.store(timeout_s)
     try:
-        notice = json.loads(store.get(job.learner_key))
+        notice = json.loads(store.get(job.key("learner")))
     except distributed.DistStoreError as err:
         raise CollectorTimeout(
             f"rank 0 has built no collector with launcher='torchrun' within {timeout_s:.0f} s "
@@ -230,9 +225,9 @@ def serve_as_rank(timeout_s: float) -> None:
             invitation,
             (signal.SIGTERM, signal.SIGINT) if main else (),
             f"rank {job.rank}: torchrun, or whoever runs it, ends the job",
-            functools.partial(store.set, job.end_key(node)),
+            functools.partial(store.set, job.key(f"ended/{node}")),
         )
     except Exception as err:
-        store.set(job.end_key(node), f"failed: {type(err).__name__}: {err}")
+        store.set(job.key(f"ended/{node}"), f"failed: {type(err).__name__}: {err}")
         raise
     raise SystemExit(0)
