@@ -112,12 +112,9 @@ def name_worker(error: BaseException, worker: int) -> None:
 def refuse(
     module: str, names: Mapping[str, str], find: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``, whose errors name replacements of ``names``.
+    """Return the ``__getattr__`` of ``module``, whose errors say what to do in place of ``names``.
 
-    Args:
-        module: Its ``__name__``.
-        names: What it does not have, and what to do.
-        find: Returns other names.
+    ``find`` returns other names.
     """
 
     def missing(name: str) -> Any:

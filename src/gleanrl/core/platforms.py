@@ -58,14 +58,7 @@ def naming_limits() -> Iterator[None]:
 
 
 def imported(module: str, extra: str, needs_it: str, error: type[Exception] = ConfigError) -> Any:
-    """Return a module of a package that one of GleanRL's extras installs.
-
-    Args:
-        module: The module's name.
-        extra: The extra's.
-        needs_it: What cannot be done without it, for the message.
-        error: Raised if it cannot be imported.
-    """
+    """Return a module that an ``extra`` installs, which ``needs_it``, or raise ``error``."""
     try:
         return import_module(module)
     except ImportError as err:

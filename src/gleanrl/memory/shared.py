@@ -51,11 +51,7 @@ class FileAddress:
         return cls(os.getpid(), fd, identity_of(os.fstat(fd)))
 
     def open(self, access: int = os.O_RDWR) -> int:
-        """Return a descriptor of our own for the same file.
-
-        Args:
-            access: The mode of ``os.open``.
-        """
+        """Return a descriptor of our own for the same file; ``access`` is as in ``os.open``."""
         path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
         try:
             # Looked at before it is opened: opening and closing gives up locks on the file.
@@ -92,11 +88,7 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Make an empty one, or take over the descriptor of one.
-
-        Raises:
-            GleanError: the platform has no anonymous files.
-        """
+        """Make an empty one, or take over the descriptor of one."""
         self.fd = anonymous_file() if fd is None else fd
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._closing.atexit = False
@@ -170,9 +162,6 @@ def available_memory(root: Path = ROOT) -> int | None:
     """Return the bytes this process may still use: the machine's or a container's, the smallest.
 
     ``None`` where the system does not tell.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
     """
     found = (line.split() for line in lines(root / "proc/meminfo"))
     free = [1024 * int(words[1]) for words in found if words[0] == "MemAvailable:"]
@@ -192,15 +181,7 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
 def check_memory(
     nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = ROOT
 ) -> None:
-    """Refuse sizes for which this machine or container lacks memory.
-
-    Args:
-        nbytes: How much is needed.
-        what: The things that need it, plural.
-        advice: The remedy, for the error.
-        kind: The kind of memory.
-        root: As for `available_memory`.
-    """
+    """Refuse sizes for which this machine or container lacks memory, naming ``what`` needs it."""
     free = available_memory(root)
     if free is not None and nbytes > free:
         raise ConfigError(

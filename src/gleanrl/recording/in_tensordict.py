@@ -32,10 +32,7 @@ class Shard:
     def __init__(self, directory: Path, facts: Mapping[str, Any], expected: int | None) -> None:
         """Prepare to write to ``directory``, which is made with the first frames.
 
-        Args:
-            directory: Does not exist.
-            facts: Entries of the card besides the layout.
-            expected: Frames that need room, if their number is known.
+        The card gets ``facts`` besides the layout; ``expected`` frames need room, if that is known.
         """
         self.directory = directory
         self.frames = 0

@@ -81,15 +81,10 @@ class NodeAdmitter:
         heartbeat: float,
         timeout_s: float,
     ) -> None:
-        """Listen; no node is let in yet.
+        """Listen; no node is let in yet. ``take`` makes a `Node` of one that was let in.
 
-        Args:
-            host: Address to listen on, and that nodes are told.
-            ports: To listen on the first of these that is free.
-            launcher: Starts the nodes.
-            take: Makes a `Node` of one that was let in.
-            heartbeat: Told to nodes: seconds without a sign of life after which they are lost.
-            timeout_s: Seconds that a node may take to join, and then to be up.
+        ``heartbeat`` is told to nodes (see `NetworkBackend`); a node may take ``timeout_s`` seconds
+        to join, and then to be up.
 
         Raises:
             ConfigError: no port is free, or the secret in the environment is too short.

@@ -18,13 +18,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.transport.data_plane import (
-    Arrival,
-    DataPlane,
-    Landing,
-    Pair,
-    Transfer,
-)
+from gleanrl.transport.data_plane import Arrival, DataPlane, Landing, Pair, Transfer
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.interrupts import Deferred, interruptible
 from gleanrl.transport.joining import NodeAdmitter
@@ -242,8 +236,7 @@ class Node(ChannelPeer):
     def close(self, *, drop: bool = True) -> None:
         """Close the connection, which ends a running node; nothing lands any more.
 
-        Args:
-            drop: Whether to drop the pair as well, which a forked child cannot do.
+        A forked child cannot ``drop`` the pair.
         """
         self.gone = True
         self.channel.close()

@@ -254,11 +254,7 @@ def _leaving_on(
 
 
 def main(fd: int) -> None:
-    """Be a node in a forked process.
-
-    Args:
-        fd: Of a file with its `Invitation` and the starting process's `Surroundings`, pickled.
-    """
+    """Be a node in a forked process; ``fd`` has its `Invitation` and `Surroundings`, pickled."""
     with os.fdopen(fd, "rb") as told:
         invitation, surroundings = pickle.load(told)
     surroundings.enter()

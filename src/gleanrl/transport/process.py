@@ -130,12 +130,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
 
         It is started once that of ``worker`` has certainly ended, because both write the same
         memory. Once it has built its environments, `receive` returns its `Ready`; else `receive`
-        raises `WorkerDied`.
-
-        Args:
-            worker: Its index; it was ended.
-            life: How many were lost before the new one.
-            delay: Seconds before it is started.
+        raises `WorkerDied`. Arguments as in `NetworkBackend.replace`.
         """
         self._due[worker] = monotonic() + delay, life
 

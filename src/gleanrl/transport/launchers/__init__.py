@@ -78,11 +78,7 @@ def check_replaces(launcher: str | Launcher) -> None:
 
 
 def serve_elsewhere(name: str | Launcher, timeout_s: float) -> None:
-    """Be a node instead, in a process that was started as one.
-
-    Args:
-        name: As for `make_launcher`.
-        timeout_s: Seconds to wait for the address of the learner.
+    """Be a node instead, in a process that was started as one; see `serve_as_rank`.
 
     Raises:
         SystemExit: this process was a node, and its learner has ended.

@@ -38,11 +38,7 @@ class ManualLauncher:
     """
 
     def __init__(self, tell: Callable[[str], object] = sys.stderr.write) -> None:
-        """Print nothing yet.
-
-        Args:
-            tell: Gets the text with the commands; by default writes it to standard error.
-        """
+        """Print nothing yet; ``tell`` gets the text with the commands."""
         self._tell = tell
         self._file: Path | None = None
 
@@ -199,8 +195,7 @@ class TorchrunLauncher:
 def serve_as_rank(timeout_s: float) -> None:
     """In any rank but 0, be a node until the learner ends; in rank 0 do nothing.
 
-    Args:
-        timeout_s: Seconds to wait for the address of rank 0.
+    The node waits ``timeout_s`` seconds for the address of rank 0.
 
     Raises:
         ConfigError: this process was not started by torchrun.

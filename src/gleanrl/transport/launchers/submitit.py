@@ -257,14 +257,7 @@ class SubmititLauncher:
     """Submits one job per node: to Slurm where there is one, else as processes of this machine."""
 
     def __init__(self, slurm_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Read parameters of the jobs.
-
-        Args:
-            slurm_kwargs: See `Jobs`.
-
-        Raises:
-            ConfigError: submitit is not installed, or a parameter cannot be.
-        """
+        """Read parameters of the jobs; see `Jobs`."""
         self._jobs = Jobs(slurm_kwargs, "slurm_kwargs")
         self._latest: dict[int, int] = {}
         """The latest job of each node; earlier jobs were of lost nodes."""
