@@ -131,7 +131,6 @@ class Engine(Session):
             workers kept it), and the reports of the workers that made it.
 
         Raises:
-            ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
         with self._alone():

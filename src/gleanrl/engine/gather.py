@@ -82,11 +82,7 @@ class Gather(abc.ABC):
         """Return copies of rollouts of each worker that arrived before its given arrival."""
 
     def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
-        """Deliver ``rollouts`` of `undelivered` before all others.
-
-        Raises:
-            ConfigError: batches are no rollouts of one worker.
-        """
+        """Deliver ``rollouts`` of `undelivered` before all others."""
         if rollouts:
             raise ConfigError("the state is that of an asynchronous collector")
 

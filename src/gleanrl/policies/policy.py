@@ -61,7 +61,6 @@ def make_policy(
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
         PolicyError: what it writes does not fit the environment.
-        ConfigError: options that contradict each other or the device.
     """
     env = contract.layout
     assert env is not None
@@ -305,9 +304,6 @@ def parse_exploration_mode(mode: str) -> ExplorationType:
 
     >>> parse_exploration_mode("mean") is ExplorationType.MEAN
     True
-
-    Raises:
-        ConfigError: any other text.
     """
     found = _MODES.get(mode.lower()) if isinstance(mode, str) else None
     if found is None:

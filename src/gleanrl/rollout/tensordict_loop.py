@@ -289,11 +289,7 @@ class TensorDictRollout(BaseSource):
         return batch
 
     def _check_declared(self, steps: list[TensorDictBase]) -> None:
-        """Refuse an undeclared ``"truncated"``, which the environment would ignore.
-
-        Raises:
-            EnvError: names the entry.
-        """
+        """Refuse an undeclared ``"truncated"``, which the environment would ignore."""
         for group in self._handle.ends.groups:
             key = (NEXT, *group.prefix, *TRUNCATED)
             if not group.truncated and any(step.get(key, None) is not None for step in steps):

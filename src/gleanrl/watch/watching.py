@@ -81,9 +81,12 @@ class Watching:
         self._show(status)
 
     def watch(self, watcher: Watcher) -> None:
-        """Call ``watcher`` for every batch, in the thread that gathers it, which that delays.
+        """Call ``watcher`` for every batch, in the thread that gathers it.
 
-        ``gleanrl top`` does not show the collection any more; the watcher may.
+        Args:
+            watcher: A function of the reports of the batch's rollouts, by worker, and of the newest
+                policy version. It delays the batch. ``gleanrl top`` does not show the collection
+                any more; the watcher may.
         """
         self._watchers.append(watcher)
         self._file.remove()
@@ -164,6 +167,7 @@ class Watching:
 
         Raises:
             OSError: the file cannot be written.
+            RuntimeError: another trace is being written.
 
         Example:
             >>> import tempfile
