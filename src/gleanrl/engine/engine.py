@@ -16,13 +16,7 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.gather import (
-    AsyncGather,
-    Gather,
-    Rollouts,
-    SyncGather,
-    Undelivered,
-)
+from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather, Undelivered
 from gleanrl.engine.session import MakeBackend, Session
 
 _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})

@@ -136,16 +136,7 @@ class SyncGather(Gather):
         stopped: Callable[[], bool] = bool,
         blanks: bool = False,
     ) -> None:
-        """Gather from every worker.
-
-        Args:
-            session: With the workers.
-            slots: Of batches that hold the rollouts of all.
-            frames: Per worker, those of a rollout.
-            enough: Number of workers that have to finish.
-            stopped: Whether rollouts are to be stopped from outside.
-            blanks: Whether batches may lack the rollouts of lost workers.
-        """
+        """Gather from every worker into ``slots`` of all; options as in `Engine.plan`."""
         super().__init__(session, [slots], frames)
         self._enough = enough
         self._stopped = stopped

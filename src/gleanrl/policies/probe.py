@@ -451,10 +451,9 @@ def _first_call(
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
     next_state: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, tuple[Key, ...]]:
-    """Call a policy with its first state; ``next_state`` returns the state after the call.
+    """Call a policy with its first state; return what ``run`` returned, and the provided states.
 
-    Returns:
-        What ``run`` returned, and the states that are provided.
+    ``next_state`` returns the state after the call.
     """
     batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
     states = _declared_states(policy, adapted, given)
@@ -496,9 +495,6 @@ def _first_state(
 
     The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
     are those of the recurrent cell inside. A policy that reads ``"is_init"`` may make its own.
-
-    Raises:
-        PolicyError: nothing says which shape a state has.
     """
     if not states:
         return {}

@@ -247,9 +247,6 @@ def _spaces_of_env(facts: Mapping[str, Any]) -> tuple[Space, Space]:
     """Make the environment of a card, which may come from anyone.
 
     Only its id and its ``kwargs`` are used, of what is registered here.
-
-    Raises:
-        Exception: it cannot be made.
     """
     name, spec = facts["env"], _env_spec(facts)
     if ":" in name:
@@ -270,11 +267,7 @@ def _env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
 
 
 def _decoder(space: Space, files: Files) -> Actions | None:
-    """Return a decoder of recorded actions of ``space``, numbers or one-hot vectors.
-
-    Returns:
-        ``None`` if the entries in ``files`` are no actions of this space.
-    """
+    """Return a decoder of recorded actions of ``space``, ``None`` if the data have none."""
     for categorical in (True, False):
         with contextlib.suppress(ConfigError):
             actions = Actions(space, 1, categorical, batched=True)

@@ -485,11 +485,7 @@ class NetworkBackend(ChannelBackend[Node]):
             self._watch(node)
 
     def _take_joined(self) -> None:
-        """Put a node that has joined in its place.
-
-        Raises:
-            WorkerDied: it was lost before it had joined.
-        """
+        """Put a node that has joined in its place; raise the error of one that has not."""
         node = self.admitter.pop()
         if isinstance(node, WorkerDied):
             raise node
@@ -503,11 +499,7 @@ class NetworkBackend(ChannelBackend[Node]):
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
     def _next_silence(self) -> float:
-        """Return the seconds until some node has been silent for too long.
-
-        Raises:
-            WorkerDied: one has, or has said that it ends.
-        """
+        """Return the seconds until some node has been silent for too long; raise if one has."""
         for node in self._by_fd.values():
             if node.end_reason is not None and not self._has_announced(node):
                 raise self._died(node, node.end_reason)

@@ -278,11 +278,7 @@ class SubmititLauncher:
 
 
 def _serve_in_job(invitation: Invitation) -> None:
-    """Be a node; runs in a job.
-
-    Raises:
-        SystemExit: the scheduler said that the job has to end, and the learner was told.
-    """
+    """Be a node; runs in a job, which ends by `SystemExit` if the scheduler says so."""
     environment = importlib.import_module("submitit").JobEnvironment()
     # submitit's signal announces the time limit, SIGTERM comes later or for other reasons.
     announced = getattr(signal, f"SIG{environment.USR_SIG}")
