@@ -92,7 +92,6 @@ class Jobs:
                 )
         if "%" in str(self._parent):
             raise ConfigError(f"{what}['folder'] ({self._parent}) must have no % in it")
-        self._folder: Path | None = None
         self._jobs: list[Any] = []
         self._ended: dict[int, str] = {}
         self._next_look = Deadline(0.0)
@@ -102,19 +101,14 @@ class Jobs:
         """Whether they run on this machine."""
         return bool(self.cluster == "local")
 
-    def open(self) -> Path:
-        """Return the folder of the jobs, made at the first call.
-
-        Raises:
-            ConfigError: the folder cannot be made, or is not private.
-        """
-        if self._folder is None:
-            self._folder = private_folder(self._parent)
-        return self._folder
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of the jobs, made when it is first needed; see `private_folder`."""
+        return private_folder(self._parent)
 
     def submit(self, functions: Sequence[Callable[[], Any]]) -> int:
         """Have every function called in a job of its own; return the index of the first."""
-        folder, first = self.open(), len(self._jobs)
+        folder, first = self.folder, len(self._jobs)
         try:
             executor = self._submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             executor.update_parameters(**self._conf)
@@ -445,7 +439,7 @@ class submitit_delayed_launcher:  # the name that users know
     def _run(self, main: Callable[[], R], job: Jobs, nodes: Jobs) -> R:
         """Submit everything, wait, and leave nothing running."""
         count, local, grace = self._count, job.local and nodes.local, 0.0
-        folder = job.open()
+        folder = job.folder
         # Pickled separately, because the job first needs to know where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
         start = functools.partial(_run_main, pickled, path, folder, count, local, self._port)
