@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -74,25 +74,18 @@ class Metadata:
             raise TensorFileError(
                 f"{path} is not the card of a dataset (its 'format' is not {_FORMAT!r})"
             )
-        version, status, entries, data = (
-            facts.get(name) for name in ("format_version", "status", "keys", "data")
-        )
-        if version != _VERSION:
-            raise TensorFileError(
-                f"{path} has format version {version!r}; this release reads {_VERSION}"
-            )
-        data = "tensordict" if data is None else data
-        if data not in (*FORMATS, SHARDS):
-            raise TensorFileError(f"{path}: 'data' ({data!r:.50}) is none of {tuple(FORMATS)}")
-        frames = facts.get("frames")
-        if not tensor_files.is_count(frames):
-            raise TensorFileError(
-                f"{path}: 'frames' ({frames!r:.50}) must be a whole number, 0 or more"
-            )
-        if status not in ("collecting", *ENDS):
-            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {ENDS}")
-        if not isinstance(entries, list):
-            raise TensorFileError(f"{path}: 'keys' must be a list")
+        names = ("format_version", "status", "keys", "frames")
+        version, status, entries, frames = (cast("Any", facts.get(name)) for name in names)
+        data = "tensordict" if facts.get("data") is None else facts["data"]
+        for right, problem in (
+            (version == _VERSION, f"has format version {version!r}; this release reads {_VERSION}"),
+            (data in (*FORMATS, SHARDS), f"'data' ({data!r:.50}) is none of {tuple(FORMATS)}"),
+            (tensor_files.is_count(frames), f"'frames' ({frames!r:.50}) must be a whole number"),
+            (status in ("collecting", *ENDS), f"'status' ({status!r:.50}) is none of {ENDS}"),
+            (isinstance(entries, list), "'keys' must be a list"),
+        ):
+            if not right:
+                raise TensorFileError(f"{path}: {problem}")
         files = tuple(TensorFile.from_json(entry, path) for entry in entries)
         if status == "collecting" and _abandoned(directory):
             status = "interrupted"
