@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -85,44 +84,24 @@ _STORE_LOOK_S = 0.05
 """Seconds between two looks into it."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
     """The environment variables that torchrun gives its processes."""
 
-    rank: int
-    size: int
-    """Ranks."""
-    local: bool
-    """Whether all are on this machine."""
-    host: str
-    port: int
-    kept: bool
-    """Whether torchrun keeps the store; else rank 0 does."""
-    attempt: str
-
-    @classmethod
-    def read(cls) -> _Job:
-        """Read the environment."""
-        env = os.environ
-        missing = [
-            name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env
-        ]
-        if missing:
+    def __init__(self) -> None:
+        env, needed = os.environ, ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+        if missing := [name for name in needed if name not in env]:
             raise ConfigError(
                 f"launcher='torchrun' is for scripts started by torchrun: {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not in the environment; run: torchrun "
                 "--nproc-per-node N script.py, with a rank more than there are nodes"
             )
-        size = int(env["WORLD_SIZE"])
-        return cls(
-            rank=int(env["RANK"]),
-            size=size,
-            local=env.get("LOCAL_WORLD_SIZE") == str(size),
-            host=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
+        self.rank, self.size, self.port = (int(env[name]) for name in needed[:3])
+        self.host = env["MASTER_ADDR"]
+        self.local = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+        """Whether all ranks are on this machine."""
+        self.kept = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        """Whether torchrun keeps the store; else rank 0 does."""
+        self.attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
     def key(self, name: str) -> str:
         """Return a key of the store: of the learner's address, or of why a node ended."""
@@ -150,7 +129,7 @@ class TorchrunLauncher:
         Raises:
             ConfigError: this process was not started by torchrun.
         """
-        self._job = _Job.read()
+        self._job = _Job()
         self._store: Any = None
 
     def address(self) -> str:
@@ -200,7 +179,7 @@ def serve_as_rank(timeout_s: float) -> None:
     Raises:
         ConfigError: this process was not started by torchrun.
     """
-    job = _Job.read()
+    job = _Job()
     if job.rank == 0:
         return
     node = job.rank - 1
