@@ -175,7 +175,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             factory,
             self._threads,
             life,
-            surroundings=Surroundings.current(),
+            surroundings=Surroundings(),
             processors=None if self._affinity is None else self._affinity[worker],
         )
         with contextlib.suppress(ConnectionError):
