@@ -178,11 +178,9 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
         yield limit, used - sum(map(int, cache))
 
 
-def check_memory(
-    nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = ROOT
-) -> None:
+def check_memory(nbytes: int, what: str, advice: str, kind: str = "shared memory") -> None:
     """Refuse sizes for which this machine or container lacks memory, naming ``what`` needs it."""
-    free = available_memory(root)
+    free = available_memory()
     if free is not None and nbytes > free:
         raise ConfigError(
             f"{what} need {nbytes:,} bytes of {kind}, {free:,} are available on this machine (or "

@@ -16,6 +16,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import itertools
 import os
 import select
 import signal
@@ -66,7 +67,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.owner = os.getpid()
-        self._requested = 0
+        self._forks = itertools.count(1)
         self._replies: dict[tuple[bytes, int], int] = {}
         """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
@@ -105,8 +106,7 @@ class Zygote:
         """
         deadline = Deadline(timeout)
         with self._lock:
-            self._requested += 1
-            number = self._requested
+            number = next(self._forks)
             forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
                 self._request(what, number, fds)

@@ -92,14 +92,11 @@ class Jobs:
                 )
         if "%" in str(self._parent):
             raise ConfigError(f"{what}['folder'] ({self._parent}) must have no % in it")
+        self.local = self.cluster == "local"
+        """Whether they run on this machine."""
         self._jobs: list[Any] = []
         self._ended: dict[int, str] = {}
         self._next_look = Deadline(0.0)
-
-    @property
-    def local(self) -> bool:
-        """Whether they run on this machine."""
-        return bool(self.cluster == "local")
 
     @functools.cached_property
     def folder(self) -> Path:
