@@ -268,14 +268,11 @@ _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
 
 
 def complete_exploration(policy: Any, env: Any) -> Any:
-    """Give what ``policy`` lacks from the specs of ``env``, as TorchRL's collectors do.
+    """Return ``policy``, given what it lacks from the specs of ``env``, as TorchRL's collectors do.
 
     Its Gaussian noise modules that were made without spec get the action's, its ``RandomPolicy``
     the specs of all actions. Environments other than TorchRL's have no specs that these could use:
     a noise module says what it lacks when it is called, random actions are drawn by ``env``.
-
-    Returns:
-        The policy to act with.
     """
     if _is_a(policy, _RANDOM):
         if _is_a(env, _ENV) and policy.action_spec is None:

@@ -396,12 +396,8 @@ class NetworkBackend(ChannelBackend[Node]):
     def replace(self, worker: int, life: int, delay: float) -> None:
         """Have another node started in place of ``worker``, without waiting.
 
-        Once the node is up, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
-
-        Args:
-            worker: The node's index; it was ended.
-            life: How many were lost before the new one.
-            delay: Seconds before it is started.
+        It was ended, as were ``life - 1`` before it. Once the node is up, which is started after
+        ``delay`` seconds, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
         """
         self.admitter.want(worker, life, delay)
 
