@@ -6,86 +6,16 @@ from gleanrl.core.lazy import lazy_exports
 from gleanrl.core.platforms import check_import
 from gleanrl.core.version import __version__
 
-if TYPE_CHECKING:
-    from gleanrl.collectors import (
-        AsyncCollector,
-        BaseCollector,
-        Collector,
-        DataCollectorBase,
-        DistributedCollector,
-        DistributedDataCollector,
-        DistributedSyncCollector,
-        DistributedSyncDataCollector,
-        DistributedWeightSyncScheme,
-        Evaluation,
-        Evaluator,
-        Interruptor,
-        MultiAsyncCollector,
-        MultiaSyncDataCollector,
-        MultiCollector,
-        MultiProcessedWeightUpdater,
-        MultiProcessWeightSyncScheme,
-        MultiSyncCollector,
-        MultiSyncDataCollector,
-        NoWeightSyncScheme,
-        PolicyVersion,
-        Preempted,
-        RandomPolicy,
-        RayCollector,
-        RayWeightSyncScheme,
-        RemoteModuleWeightUpdater,
-        RPCCollector,
-        RPCDataCollector,
-        RPCWeightSyncScheme,
-        SharedMemWeightSyncScheme,
-        SyncDataCollector,
-        VanillaWeightUpdater,
-        WeightSyncScheme,
-        WeightUpdaterBase,
-        aSyncDataCollector,
-        split_trajectories,
-    )
-    from gleanrl.core.errors import (
-        ArgumentTypeError,
-        ClosedError,
-        CollectorTimeout,
-        ConfigError,
-        EnvError,
-        GleanError,
-        PolicyError,
-        PolicyTypeError,
-        ReplayError,
-        UnknownEnvError,
-        UnknownModelError,
-        WeightsError,
-        WorkerDied,
-        WorkerError,
-    )
-    from gleanrl.data import (
-        LazyMemmapStorage,
-        LazyTensorStorage,
-        ListStorage,
-        PrioritizedReplayBuffer,
-        PrioritizedSampler,
-        RandomSampler,
-        RateLimiter,
-        ReplayBuffer,
-        RoundRobinWriter,
-        SamplerWithoutReplacement,
-        SliceSampler,
-        SliceSamplerWithoutReplacement,
-        TensorDictMaxValueWriter,
-        TensorDictPrioritizedReplayBuffer,
-        TensorDictReplayBuffer,
-        TensorDictRoundRobinWriter,
-    )
-    from gleanrl.data.postprocs import MultiStep
-    from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
-    from gleanrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+if TYPE_CHECKING:  # of these names, those in `__all__`
+    from gleanrl.collectors import *
+    from gleanrl.core.errors import *
+    from gleanrl.data import *
+    from gleanrl.data.postprocs import *
+    from gleanrl.envs import *
+    from gleanrl.envs.utils import *
     from gleanrl.recording.dataset import load_dataset
     from gleanrl.recording.recorder import Recorder, convert_dataset
     from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-
 
 __all__ = [
     "ArgumentTypeError",

@@ -70,7 +70,7 @@ class Elsewhere:
     def launch(self, invitations):
         for invitation in invitations:
             with open(os.memfd_create("invitation"), "w+b") as told:
-                told.write(pickle.dumps((invitation, Surroundings.current())))
+                told.write(pickle.dumps((invitation, Surroundings())))
                 told.seek(0)
                 self.nodes.append(self.zygote.fork([told.fileno()], 60.0, NODE))
 

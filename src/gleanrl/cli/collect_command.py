@@ -13,13 +13,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from rich.filesize import decimal as size
 
 from gleanrl.cli.command_options import CollectOptions
 from gleanrl.cli.display import plural, print_histogram, print_table
 from gleanrl.cli.main import INTERRUPTED
 from gleanrl.cli.topology import batch_steps, check, described, load_policy, make
 from gleanrl.collectors import BaseCollector, Interruptor, MultiAsyncCollector
-from gleanrl.memory.shared import size
 from gleanrl.recording.episode_stats import EpisodeStats, describe_episodes
 from gleanrl.recording.formats import check_target
 from gleanrl.recording.recorder import Recorder, make_way

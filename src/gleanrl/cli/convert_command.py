@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rich.filesize import decimal as size
+
 from gleanrl.cli.command_options import ConvertOptions
 from gleanrl.cli.display import print_table
-from gleanrl.memory.shared import size
 from gleanrl.recording.dataset import Dataset
 from gleanrl.recording.recorder import convert_dataset
 

@@ -8,15 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from gleanrl.watch.progress import number, plain
 
 _MOST_ROWS, _MOST_COLUMNS = 10, 80
 """Size of a histogram."""
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNBOUNDED = 10_000
 """Columns without a terminal, so that no line is folded."""
 
@@ -59,46 +60,28 @@ def plural(number: int, noun: str) -> str:
 
 
 def print_histogram(title: str, values: Any) -> None:
-    """Print how ``values`` are distributed, at most 80 columns wide; nothing about none."""
-    width = min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns)
-    try:
-        blocks = bool(_EIGHTHS.encode(sys.stdout.encoding or "ascii"))
-    except (UnicodeEncodeError, LookupError):
-        blocks = False
-    sys.stdout.writelines(f"{line}\n" for line in histogram(title, values, width, blocks))
+    """Print how an array of values is distributed, at most 80 columns wide; nothing about none.
 
-
-def histogram(title: str, values: Any, width: int, blocks: bool = True) -> list[str]:
-    r"""Return the lines of a histogram of an array; infinite and missing values are left out.
-
-    >>> import numpy as np
-    >>> print("\n".join(histogram("lengths", np.array([1, 1, 1, 2, 4]), 30, blocks=False)))
-    lengths
-    1  ######################### 3
-    2  ######### 1
-    3   0
-    4  ######### 1
+    Infinite and missing values are left out.
     """
-    from gleanrl.watch.page import histogram as find_bins  # pages need torch, tables do not
+    from gleanrl.watch.page import histogram  # pages need torch, tables do not
 
     values = values[abs(values) < math.inf]
-    edges, counts = find_bins(values, _MOST_ROWS)
+    edges, counts = histogram(values, _MOST_ROWS)
     if not len(edges):
-        return []
+        return
     step = edges[1] - edges[0] if len(edges) > 1 else 0.0
     names = [f"{number(low)} to {number(low + step)}" for low in edges]
     if step == 0 or (step == 1 and not (values % 1).any()):
         names = [number(low) for low in edges]
-    numbers = [f"{count:,}" for count in counts]
-    left = max(map(len, names))
-    room = max(1, width - left - 3 - max(map(len, numbers)))
-    bars = [_bar(room * count / counts.max(), blocks) for count in counts]
-    rows = zip(names, bars, numbers, strict=True)
-    return [title, *(f"{name.rjust(left)}  {bar} {count}" for name, bar, count in rows)]
-
-
-def _bar(length: float, blocks: bool) -> str:
-    eighths = max(round(length * 8), int(length > 0))
-    if not blocks:
-        return "#" * -(-eighths // 8)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for justify in ("right", "left", "right"):
+        table.add_column(justify=justify, ratio=1 if justify == "left" else None)
+    console = Console(width=min(_MOST_COLUMNS, shutil.get_terminal_size().columns))
+    most = float(counts.max())
+    for name, count in zip(names, counts.tolist(), strict=True):
+        blocks = not console.options.ascii_only
+        table.add_row(
+            name, Bar(most, 0, count) if blocks else ProgressBar(most, count), f"{count:,}"
+        )
+    console.print(title, table, sep="\n", highlight=False)

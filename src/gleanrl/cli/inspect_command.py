@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as size
+
 from gleanrl.cli.command_options import InspectOptions
 from gleanrl.cli.display import print_table
 from gleanrl.core.errors import GleanError
 from gleanrl.core.platforms import imported
-from gleanrl.memory.shared import size
 from gleanrl.memory.tensor_files import dtype_name
 from gleanrl.recording.dataset import Dataset, Metadata
 from gleanrl.recording.episode_stats import EpisodeStats, describe_episodes, total
@@ -31,7 +32,6 @@ def run(options: InspectOptions) -> int:
     Raises:
         ConfigError: there is no such directory.
         TensorFileError: its files are damaged.
-        PlotError: the requested picture or page cannot be drawn or written.
     """
     dataset = Dataset(options.directory)
     stats = total(dataset)

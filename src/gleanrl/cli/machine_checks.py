@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from rich.filesize import decimal as size
+
 from gleanrl.cli.display import plural
-from gleanrl.memory.shared import size
 
 Status: TypeAlias = Literal["ok", "note", "wrong"]
 _FILES, _FILES_EACH = 128, 8
@@ -111,14 +112,9 @@ def open_files(soft: float, hard: float, cores: int) -> Finding:
 
 
 def processes(soft: float, hard: float, used: int, rooms: Sequence[int], cores: int) -> Finding:
-    """Judge the limits of processes for a worker per core.
+    """Judge the limits of processes and threads for a worker per core.
 
-    Args:
-        soft: The limit of the user's processes and threads.
-        hard: What it may be raised to.
-        used: How many the user has.
-        rooms: How many more each container or job with a limit may have.
-        cores: The usable cores.
+    The user has ``used``; each container or job with a limit may have as many more as in ``rooms``.
     """
     needed, room = _TASKS + _TASKS_EACH * cores, min(rooms, default=soft)
     found = f"{used:,} of this user, {_bound(soft)} allowed (ulimit -u)"
@@ -170,13 +166,7 @@ def threads(count: int, cores: int, environment: Mapping[str, str]) -> Finding:
 
 
 def cuda(facts: Mapping[str, Any], visible: str | None, driver: bool) -> Finding:
-    """Judge what torch says of CUDA.
-
-    Args:
-        facts: Of `gleanrl.cli.torch_facts`.
-        visible: ``CUDA_VISIBLE_DEVICES``.
-        driver: Whether the kernel has a driver of NVIDIA's.
-    """
+    """Judge what `torch_facts` say of CUDA; ``visible`` is ``CUDA_VISIBLE_DEVICES``."""
     build, devices = facts["cuda"], facts["devices"]
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if devices:

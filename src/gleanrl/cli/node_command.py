@@ -25,7 +25,6 @@ def run(options: NodeOptions) -> int:
     """Serve the learner until it ends, and return the exit code.
 
     Raises:
-        ConfigError: the secret is missing, or the number of the node.
         GleanError: no learner answers, or it does not let this node in.
         SystemExit: the process was told to end by a signal.
     """

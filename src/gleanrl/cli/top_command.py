@@ -41,12 +41,7 @@ Status = Mapping[str, Any]
 
 
 def run(options: TopOptions) -> int:
-    """Show collections, once or until the user or the collection ends, and return the exit code.
-
-    Raises:
-        StatusError: nothing runs here, or nothing in the process that was named, or the folder of
-            the status files is not safe.
-    """
+    """Show collections, once or until the user or the collection ends, and return the exit code."""
     found = _of(options.pid)
     if not found:
         where = "of yours here" if options.pid is None else f"in process {options.pid}"

@@ -38,12 +38,7 @@ def described(options: CollectOptions) -> str:
 
 
 def check(options: CollectOptions) -> None:
-    """Refuse contradictions, and sizes beyond this machine's memory, before building anything.
-
-    Raises:
-        ConfigError: options contradict each other, or the least memory that they would take is more
-            than there is.
-    """
+    """Refuse contradictions, and sizes beyond this machine's memory, before building anything."""
     if options.format != "tensordict" and options.out is None:
         raise ConfigError(f"--format {options.format} needs --out DIR: without it nothing is kept")
     over_nodes, count = options.backend != "process", options.processes
@@ -140,7 +135,6 @@ def load_policy(text: str) -> Any:
     policy; anything else that can be called is the policy itself.
 
     Raises:
-        ConfigError: the file or the name does not exist, or is not callable.
         Exception: whatever the file raises.
     """
     if text == RANDOM:

@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 
 from gleanrl.transport.addresses import LOOPBACK
+from gleanrl.transport.process_group import make_group
 
-_dist: Any = distributed  # the stubs leave some of it out
 _GLOO_S = 10.0
 
 
@@ -43,15 +43,13 @@ def _problem_of(function: Any) -> str | None:
 
 def _connect() -> None:
     """Have two ends of gloo exchange a tensor."""
+    dist: Any = distributed  # the stubs leave some of it out
     with ThreadPoolExecutor(2) as ends:
-        list(ends.map(partial(_be_end, _dist.HashStore()), (0, 1)))
+        list(ends.map(partial(_be_end, dist.HashStore()), (0, 1)))
 
 
 def _be_end(store: Any, rank: int) -> None:
-    options = _dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=_GLOO_S)
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    group = _dist.ProcessGroupGloo(store, rank, 2, options)
+    group = make_group("gloo", store, rank, LOOPBACK, timedelta(seconds=_GLOO_S))
     (group.recv if rank else group.send)([torch.zeros(1)], 1 - rank, 0).wait()
 
 

@@ -26,9 +26,6 @@ def read_affinity(name: str, value: Any, workers: int) -> list[Processors] | Non
         value: One collection of processors per worker, a callable that returns that of a worker, or
             ``"auto"`` for equal shares of what this process may use.
         workers: Their number.
-
-    Raises:
-        ConfigError: another number of workers, or processors that this process may not use.
     """
     if value is None:
         return None
@@ -49,11 +46,7 @@ def all_processors(workers: int) -> list[Processors]:
 
 
 def read_processors(name: str, value: Any, allowed: Collection[int]) -> Processors:
-    """Return processors of ``allowed``.
-
-    Raises:
-        ConfigError: there is none, or one that is not allowed.
-    """
+    """Return processors of ``allowed``."""
     if isinstance(value, Processors):  # by the process that started this one
         return value
     chosen = Processors(check_int(name, processor, least=0) for processor in value)

@@ -39,11 +39,7 @@ class Allowance:
 
 
 def read_allowance(name: str, value: Any) -> tuple[int, float | None]:
-    """Return the number of tries, and the seconds within which they count (``None`` for all).
-
-    Raises:
-        ConfigError: the argument ``name`` is neither a number nor a number and seconds.
-    """
+    """Return the number of tries, and the seconds within which they count (``None`` for all)."""
     most, within = value, None
     if isinstance(value, tuple) and len(value) == 2:
         most, within = value

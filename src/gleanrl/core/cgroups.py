@@ -18,9 +18,7 @@ ROOT = Path("/")
 def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
     """Yield version and folder of each group around this process, from its own to the outermost.
 
-    Args:
-        controller: The resource: ``"memory"``, ``"cpu"`` or ``"pids"``.
-        root: Where ``proc`` and ``sys`` are.
+    ``controller`` is the resource: ``"memory"``, ``"cpu"`` or ``"pids"``.
     """
     for line in lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -41,13 +39,7 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
 def limits(
     controller: str, files: Mapping[int, tuple[str, str]], root: Path = ROOT
 ) -> Iterator[tuple[int, int, Path]]:
-    """Yield limit, use and folder of every group with a limit.
-
-    Args:
-        controller: The resource.
-        files: By version, the names of the files of limit and use.
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """Yield limit, use and folder of every group with a limit; ``files`` name these, by version."""
     for version, group in groups(controller, root):
         try:
             limit, used = (int((group / name).read_text()) for name in files[version])

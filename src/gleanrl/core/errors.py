@@ -1,20 +1,4 @@
-"""Every error GleanRL raises of its own.
-
-* GleanError
-  * ConfigError            (ValueError)    arguments that are wrong or contradict each other
-    * ArgumentTypeError    (TypeError)     an argument is missing, unknown or of the wrong type
-    * UnknownEnvError      (KeyError)      an environment id that is not registered
-  * EnvError               (RuntimeError)  an environment broke its own declaration
-  * PolicyError            (RuntimeError)  a policy that does not fit the environment
-    * PolicyTypeError      (TypeError)     a policy that cannot be called at all
-  * WeightsError           (ValueError)    weights that do not fit the model
-    * UnknownModelError    (KeyError)      no model of that id
-  * ReplayError            (RuntimeError)  a replay buffer cannot do what was asked
-  * ClosedError            (RuntimeError)  the collector was shut down
-  * WorkerError            (RuntimeError)  user code raised in a worker
-  * WorkerDied             (RuntimeError)  a worker process ended
-  * CollectorTimeout       (TimeoutError)  a deadline passed
-  * CheckFailed            (AssertionError) a check of `gleanrl.testing` found a fault
+"""Every error GleanRL raises of its own, and what users see of them.
 
 Users see tracebacks without the frames of this library, unless it is at fault;
 ``GLEANRL_TRACEBACK=full`` in the environment keeps all frames.
@@ -97,8 +81,12 @@ class WorkerError(GleanError, RuntimeError):
 class WorkerDied(GleanError, RuntimeError):
     """A worker process ended without a command to end."""
 
-    worker: int | None = None
+    worker: int | None
     """The index of the worker, if it was a worker."""
+
+    def __init__(self, *args: object, worker: int | None = None) -> None:
+        super().__init__(*args)
+        self.worker = worker
 
 
 class CollectorTimeout(GleanError, TimeoutError):
@@ -124,12 +112,9 @@ def name_worker(error: BaseException, worker: int) -> None:
 def refuse(
     module: str, names: Mapping[str, str], find: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``module``, whose errors name replacements of ``names``.
+    """Return the ``__getattr__`` of ``module``, whose errors say what to do in place of ``names``.
 
-    Args:
-        module: Its ``__name__``.
-        names: What it does not have, and what to do.
-        find: Returns other names.
+    ``find`` returns other names.
     """
 
     def missing(name: str) -> Any:

@@ -39,11 +39,7 @@ class Field:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The same dtype of numpy.
-
-        Raises:
-            ConfigError: numpy has no such dtype.
-        """
+        """The same dtype of numpy."""
         dtype = numpy_dtype(self.dtype)
         if dtype is None:
             raise ConfigError(

@@ -14,10 +14,7 @@ def lazy_exports(
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``package`` (PEP 562).
 
-    Args:
-        package: Its ``__name__``.
-        names: What it exports; submodules are imported on demand, too.
-        modules: Where the names are from: each is taken from the first module that has it.
+    Each of ``names`` is from the first module that has it. Submodules are imported on demand, too.
     """
 
     def find(name: str) -> Any:

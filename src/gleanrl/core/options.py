@@ -46,11 +46,7 @@ class FrameBudget:
         total_frames: int | None,
         init_random_frames: int | None,
     ) -> FrameBudget:
-        """Read the users' spellings.
-
-        Raises:
-            ConfigError: ``frames_per_batch`` is not a positive whole number.
-        """
+        """Read the users' spellings."""
         if isinstance(total_frames, float) and math.isinf(total_frames):
             raise ConfigError(
                 f"total_frames ({total_frames}) must be a whole number; "
@@ -94,11 +90,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as a whole number; numpy's integers and ``1e6`` are accepted.
-
-    Raises:
-        ConfigError: it is no whole number, or smaller than ``least``.
-    """
+    """Return ``value`` as a whole number; numpy's integers and ``1e6`` are accepted."""
     number = _as_int(value)
     if number is None:
         raise ConfigError(f"{name} ({value!r}) must be a whole number")
@@ -113,11 +105,7 @@ def is_number(value: Any) -> bool:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Return ``value`` as a positive number of seconds.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return ``value`` as a positive number of seconds."""
     if not (is_number(value) and value > 0):
         raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds, or None")
     return float(value)
@@ -139,9 +127,6 @@ def read_device(name: str, value: torch.device | str | int | None) -> torch.devi
     """Return the device that the argument ``name`` means, ``None`` for none.
 
     It compares equal to the device of tensors there: accelerators have an index, the CPU has none.
-
-    Raises:
-        ConfigError: torch does not know it, or has none like it here.
     """
     if value is None:
         return None
@@ -169,11 +154,7 @@ class GymOptions:
     info_keys: InfoKeys = ()
 
     def check_unused(self, env: Any) -> None:
-        """Check that nothing is asked of ``env``, which stores its data as it wants.
-
-        Raises:
-            ConfigError: something is.
-        """
+        """Check that nothing is asked of ``env``, which stores its data as it wants."""
         for part in fields(GymOptions):
             value = getattr(self, part.name)
             if (tuple(value) if part.name == "info_keys" else value) != part.default:
@@ -266,11 +247,7 @@ class SourceOptions(OwnOptions):
 
 
 def check_observation_dtype(dtype: Any) -> None:
-    """Check a dtype floating observations are to be cast to; ``None`` leaves them as they are.
-
-    Raises:
-        ConfigError: it is none of the floating dtypes that numpy has as well.
-    """
+    """Check a dtype floating observations are to be cast to; ``None`` leaves them as they are."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or dtype not in _CASTS:

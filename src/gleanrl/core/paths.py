@@ -14,7 +14,6 @@ def resolve(root: Any, path: str) -> Any:
 
     Raises:
         AttributeError: an attribute is missing.
-        ValueError: ``path`` is not a path.
     """
     try:
         tree = ast.parse(f"_.{path}", mode="eval").body
@@ -39,11 +38,7 @@ def _follow(root: Any, node: ast.expr, path: str) -> Any:
 
 
 def call(root: Any, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Resolve ``path`` and call the object; return the object if it is not callable.
-
-    Raises:
-        ValueError: arguments were given for something that is not callable.
-    """
+    """Resolve ``path`` and call the object; return the object if it is not callable."""
     target = resolve(root, path)
     if callable(target):
         return target(*args, **kwargs)

@@ -11,11 +11,7 @@ from gleanrl.core.errors import ConfigError, GleanError
 
 
 def check_import() -> None:
-    """Make ``import gleanrl`` fail at once on platforms without support.
-
-    Raises:
-        ImportError: on Windows.
-    """
+    """Make ``import gleanrl`` fail at once on platforms without support."""
     if sys.platform == "win32":
         raise ImportError(
             "GleanRL does not run on Windows: use Linux, which WSL 2 provides there "
@@ -24,11 +20,7 @@ def check_import() -> None:
 
 
 def require_linux(what: str) -> None:
-    """Refuse features that need Linux's anonymous memory files, process descriptors and events.
-
-    Raises:
-        GleanError: on another platform.
-    """
+    """Refuse features that need Linux's anonymous memory files, process descriptors and events."""
     if sys.platform != "linux":
         raise GleanError(
             f"{what} need Linux, not {sys.platform}; Collector without workers, replay buffers "
@@ -46,11 +38,7 @@ _LIMITS = {
 
 @contextmanager
 def naming_limits() -> Iterator[None]:
-    """Have an `OSError` of the body that tells of a limit of this process name the limit.
-
-    Raises:
-        ConfigError: the body reached a limit.
-    """
+    """Have an `OSError` of the body that tells of a limit of this process name the limit."""
     try:
         yield
     except OSError as err:
@@ -70,14 +58,7 @@ def naming_limits() -> Iterator[None]:
 
 
 def imported(module: str, extra: str, needs_it: str, error: type[Exception] = ConfigError) -> Any:
-    """Return a module of a package that one of GleanRL's extras installs.
-
-    Args:
-        module: The module's name.
-        extra: The extra's.
-        needs_it: What cannot be done without it, for the message.
-        error: Raised if it cannot be imported.
-    """
+    """Return a module that an ``extra`` installs, which ``needs_it``, or raise ``error``."""
     try:
         return import_module(module)
     except ImportError as err:

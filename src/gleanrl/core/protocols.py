@@ -251,10 +251,7 @@ class InlineSource(Source, Protocol):
         """Whether its environments take a step in another process."""
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait a moment for news of these or other environments in the same processes.
-
-        At most so many ``seconds``.
-        """
+        """Wait as `Env.wait` does."""
 
     def acting(self) -> AbstractContextManager[None]:
         """Return the context in which its policy acts."""

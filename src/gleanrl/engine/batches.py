@@ -113,9 +113,6 @@ class BatchPlan:
         """Return a batch of zeros with the layout of the real ones.
 
         Where a batch is one worker's rollout, it is that of the first.
-
-        Raises:
-            NotImplementedError: steps have no fixed layout.
         """
         if self._fixed is None:
             raise NotImplementedError(

@@ -16,13 +16,7 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.gather import (
-    AsyncGather,
-    Gather,
-    Rollouts,
-    SyncGather,
-    Undelivered,
-)
+from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather, Undelivered
 from gleanrl.engine.interruptor import EarlyStop
 from gleanrl.engine.rollout_sizes import rollout_sizes
 from gleanrl.engine.session import MakeBackend, Session
@@ -119,7 +113,6 @@ class Engine(Session):
             workers kept it), and the reports of the workers that made it.
 
         Raises:
-            ClosedError: after `close`.
             CollectorTimeout: a rollout took longer than ``timeout`` seconds.
         """
         with self._alone():

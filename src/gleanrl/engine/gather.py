@@ -83,11 +83,7 @@ class Gather(abc.ABC):
         """Return copies of rollouts of each worker that arrived before its given arrival."""
 
     def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
-        """Deliver ``rollouts`` of `undelivered` before all others.
-
-        Raises:
-            ConfigError: batches are no rollouts of one worker.
-        """
+        """Deliver ``rollouts`` of `undelivered` before all others."""
         if rollouts:
             raise ConfigError("the state is that of an asynchronous collector")
 
@@ -136,15 +132,7 @@ class SyncGather(Gather):
         early: EarlyStop,
         blanks: bool = False,
     ) -> None:
-        """Gather from every worker.
-
-        Args:
-            session: With the workers.
-            slots: Of batches that hold the rollouts of all.
-            frames: Per worker, those of a rollout.
-            early: Ends rollouts early.
-            blanks: Whether batches may lack the rollouts of lost workers.
-        """
+        """Gather from every worker into ``slots`` of all; options as in `Engine.plan`."""
         super().__init__(session, [slots], frames)
         self._early = early
         self._blanks = blanks

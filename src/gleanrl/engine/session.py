@@ -489,9 +489,8 @@ class Session:
         if failure is not None and first:
             self._failures.append(failure)
         elif failure is not None:
-            error = WorkerDied(f"the replacement of worker {worker} failed: {failure}")
-            error.worker = worker
-            self._lose(worker, error)
+            text = f"the replacement of worker {worker} failed: {failure}"
+            self._lose(worker, WorkerDied(text, worker=worker))
 
     def is_up(self, worker: int) -> bool:
         """Tell whether ``worker`` lives, and is up to date if it is a replacement."""

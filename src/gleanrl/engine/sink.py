@@ -31,23 +31,16 @@ class Sink:
         """Treat later frames as other trajectories than those stored before."""
 
     def by_workers(self, remote: bool) -> bool:
-        """Tell whether workers store their frames themselves.
-
-        Args:
-            remote: Whether they are on other machines than the learner.
-        """
+        """Tell whether workers, if ``remote`` on other machines, store frames themselves."""
         return False
 
     def serve(self, worker: int, source: Source) -> None:
         """Prepare to store, in this process, the frames of ``worker`` from ``source``."""
 
     def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
-        """Note that ``collector`` has started.
+        """Note that ``collector``, of ``num_envs`` environments in all, has started to store here.
 
-        Args:
-            collector: It stores its frames here.
-            env: Returns its environment, ``None`` if that is in another process.
-            num_envs: Environments of all workers.
+        ``env`` returns its environment, ``None`` if that is in another process.
         """
 
     def seeded(self, seed: int, static: bool) -> None:
@@ -57,13 +50,7 @@ class Sink:
 def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
     """Return the sink that stores batches in ``buffer``; ``None`` without a buffer.
 
-    Args:
-        buffer: Where batches go.
-        extend: Whole batches at once; else step by step.
-        stacked: Whether the first dimension of batches is that of workers.
-
-    Raises:
-        ConfigError: the buffer has no method to store them with.
+    They are stored whole (``extend``) or step by step; a ``stacked`` batch begins with workers.
     """
     if buffer is None or (extend and isinstance(buffer, Sink)):
         return buffer
@@ -146,10 +133,8 @@ def _extend_rows(extend: _Add, batch: TensorDictBase) -> int:
 def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int:
     """Store ``batch`` as ``[env, time]``, up to where rollouts were stopped.
 
-    Steps that some environments did not reach are left out if it is stored ``stepwise``.
-
-    Raises:
-        ConfigError: there are such steps, and it is not.
+    Steps that some environments did not reach are left out if it is stored ``stepwise``; else they
+    are an error.
     """
     rows = batch.reshape(-1, batch.shape[-1])
     mask = rows.get(MASK, None)

@@ -44,9 +44,6 @@ def end_flags(batch: TensorDictBase) -> torch.Tensor:
 
     Returns:
         A fresh bool tensor of the batch's shape.
-
-    Raises:
-        ConfigError: there is no such leaf.
     """
     after = batch.get(NEXT, None)
     if not isinstance(after, TensorDictBase):
@@ -258,11 +255,7 @@ class WholeTrajectories:
             self._ready = [deque() for _ in range(num_envs)]
 
     def push(self, td: TensorDictBase) -> None:
-        """Add one batch ``[..., T]``; kept frames are copied.
-
-        Raises:
-            ConfigError: the batch has no trajectory ids or no end flags.
-        """
+        """Add one batch ``[..., T]``; kept frames are copied."""
         ids = td.get(TRAJ_IDS, None)
         if ids is None:
             raise ConfigError(
@@ -396,11 +389,7 @@ class WholeTrajectories:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state`, with the same number of environments.
-
-        Raises:
-            ConfigError: the state is that of batches which take trajectories otherwise.
-        """
+        """Continue from a state of `state`, with the same number of environments."""
         if len(state["ready"]) != len(self._ready):
             raise ConfigError(
                 "the state holds trajectories that were dealt out by another traj_quota, or to "

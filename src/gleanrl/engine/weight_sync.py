@@ -48,12 +48,9 @@ class Models:
         policy: Any,
         schemes: Mapping[str, WeightSyncScheme] | None,
     ) -> None:
-        """Remember the learner's policy.
+        """Remember the learner's policy, ``None`` if a factory made it.
 
-        Args:
-            session: With the workers that run the models.
-            policy: The policy the user gave, ``None`` if a factory made it.
-            schemes: Per model id; says which models are never updated.
+        ``schemes`` say, per model id, which models are never updated.
         """
         self._session = session
         self.policy = policy

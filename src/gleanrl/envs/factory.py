@@ -38,8 +38,6 @@ def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
 
     Raises:
         UnknownEnvError: an id that is not registered.
-        ConfigError: nothing that makes an environment, arguments for one that is built, or a
-            registered environment that cannot be made.
     """
     if is_built(given):
         if kwargs:
@@ -72,11 +70,7 @@ def is_id(given: Any) -> bool:
 
 
 def per_env(name: str, given: Any, number: int, argument: str = "num_workers") -> list[Any]:
-    """Return one entry of ``given`` per environment: its own, or the same for all.
-
-    Raises:
-        ConfigError: another number of entries, or nothing that can be one.
-    """
+    """Return one entry of ``given`` per environment: its own, or the same for all."""
     if is_id(given) or isinstance(given, Mapping) or callable(given):
         return [given] * number
     if not isinstance(given, Sequence):
@@ -87,11 +81,7 @@ def per_env(name: str, given: Any, number: int, argument: str = "num_workers") -
 
 
 def check_factories(factories: Sequence[Any]) -> None:
-    """Raise an error for objects that cannot make an environment, before making any.
-
-    Raises:
-        ConfigError: names the entry.
-    """
+    """Raise an error for objects that cannot make an environment, before making any."""
     for index, factory in enumerate(factories):
         makes = is_id(factory) or callable(factory)
         if not makes or is_tensordict_env(factory) or isinstance(factory, gym.Env):
@@ -141,12 +131,7 @@ def closed_on_error(made: Sequence[Any]) -> Iterator[None]:
 
 
 def make_gym(given: Any, **kwargs: Any) -> gym.Env[Any, Any]:
-    """Make the registered environment of an id or a spec.
-
-    Raises:
-        UnknownEnvError: the id is not registered.
-        ConfigError: a module it needs is missing, or it cannot be made.
-    """
+    """Make the registered environment of an id or a spec."""
     name: str = given if isinstance(given, str) else given.id
     if isinstance(given, str):
         _import_plugin(name)

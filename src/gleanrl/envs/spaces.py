@@ -53,12 +53,7 @@ class Leaf:
 
 
 def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]:
-    """Return the leaves of a space that is under ``key``.
-
-    Raises:
-        ConfigError: a space without fixed shape, of a dtype that torch does not have, or with names
-            that cannot be keys.
-    """
+    """Return the leaves of a space that is under ``key``."""
     parts: Iterable[tuple[str | int, gym.Space[Any]]]
     if isinstance(space, spaces.Dict):
         parts = space.spaces.items()
@@ -87,11 +82,7 @@ def space_leaves(space: gym.Space[Any], key: Key, path: Path = ()) -> list[Leaf]
 
 
 def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
-    """Return the leaves of an observation space.
-
-    Raises:
-        ConfigError: a space without fixed shape, or a ``Dict`` entry with a reserved name.
-    """
+    """Return the leaves of an observation space."""
     root: Key = () if isinstance(space, spaces.Dict) else OBSERVATION
     leaves = tuple(space_leaves(space, root))
     taken = sorted({leaf.key[0] for leaf in leaves} & RESERVED)
@@ -104,11 +95,7 @@ def observation_leaves(space: gym.Space[Any]) -> tuple[Leaf, ...]:
 
 
 def torch_dtype(space: gym.Space[Any]) -> torch.dtype:
-    """Return the torch dtype of an array space.
-
-    Raises:
-        ConfigError: torch has no such dtype, or not in this byte order.
-    """
+    """Return the torch dtype of an array space."""
     try:
         return torch.from_numpy(np.zeros(1, space.dtype)).dtype
     except (TypeError, ValueError) as err:
@@ -164,9 +151,6 @@ class Actions:
             envs: ``P``.
             categorical: Store discrete actions as indices (else one-hot vectors).
             batched: Hand out one value of the batched space, not a sequence of ``P`` values.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing in it.
         """
         self._leaves = space_leaves(space, ACTION)
         if not self._leaves:
@@ -225,10 +209,7 @@ class Actions:
         """Check the actions in rows ``[start, stop)``, after the environments received them.
 
         ``cause`` is an error of an environment about them; ``when`` tells the step in the message.
-
-        Raises:
-            PolicyError: an index outside of its discrete space; floats are the environment's to
-                judge.
+        Floats are the environment's to judge.
         """
         for field, limits, lowest in self._limits:
             values = self._window.array(field.key)[:, start:stop]

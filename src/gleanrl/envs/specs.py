@@ -351,15 +351,9 @@ class OneHot(Categorical):
         use_register: bool = False,
         mask: torch.Tensor | None = None,
     ) -> None:
-        """Describe ``[..., n]`` one-hot tensors.
+        """Describe ``[..., n]`` one-hot tensors; arguments as in `Categorical`.
 
-        Args:
-            n: How many values there are.
-            shape: Of the tensors; ends in ``n``.
-            device: The CPU by default.
-            dtype: Of the tensors.
-            use_register: Accepted for compatibility; without effect.
-            mask: Which of the ``n`` values are allowed now.
+        ``use_register`` is accepted for compatibility, without effect.
         """
         super().__init__(n, (n,) if shape is None else shape, device, dtype, mask)
 

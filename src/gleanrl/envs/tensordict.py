@@ -112,11 +112,7 @@ def spec_trees(env: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def check_alike(declared: Mapping[int, tuple[Sequence[int], Iterable[Any]]]) -> None:
-    """Find environments that cannot be one batch; each index has a batch size and `spec_trees`.
-
-    Raises:
-        ConfigError: names the first that declares other data than environment 0.
-    """
+    """Find environments that cannot be one batch; each index has a batch size and `spec_trees`."""
     size, trees = declared[0]
     first = _entries(trees)
     for index, (own, its) in declared.items():

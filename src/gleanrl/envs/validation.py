@@ -23,11 +23,7 @@ _PLAIN_NUMBERS = frozenset(
 
 
 def check_reset(result: Any, who: str, pair: str = "(observation, info)") -> tuple[Any, Any]:
-    """Return the checked results of ``reset``.
-
-    Raises:
-        EnvError: it is not the ``pair``; the message starts with ``who``.
-    """
+    """Return the checked results of ``reset``."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise EnvError(f"{who} must return {pair}, it returned {result!r:.200}")
     return result
@@ -43,11 +39,7 @@ def not_five(result: Any, who: str, names: str = "terminated, truncated, info") 
 
 
 def check_flag(flag: Any, env: int, name: str) -> bool:
-    """Return one environment's end flag.
-
-    Raises:
-        EnvError: it is an array of several, or no truth value (a list that holds one is true).
-    """
+    """Return one environment's end flag."""
     value = np.asarray(flag)
     if value.size != 1 or value.dtype.kind not in NUMBERS or bool(flag) != bool(value.item()):
         raise EnvError(
@@ -58,11 +50,7 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
 
 
 def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
-    """Return ``rewards``, per step one of each environment, as one array ``[T, P]``.
-
-    Raises:
-        EnvError: one of them is not a number, or was overwritten after it was returned.
-    """
+    """Return ``rewards``, per step one of each environment, as one array ``[T, P]``."""
     steps, envs = len(rewards), len(rewards[0])
     if _PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
         with contextlib.suppress(OverflowError):  # an int beyond all floats is found below
@@ -107,9 +95,6 @@ def write_rewards(
     """Narrow ``rewards`` ``[T, P]`` into ``target``, ``[P, T]`` float32.
 
     The message tells the step by ``when``, and advises a ``wrapper`` of ``gymnasium.wrappers``.
-
-    Raises:
-        EnvError: a finite one overflows float32.
     """
     try:
         with np.errstate(over="raise"):

@@ -154,11 +154,7 @@ class VectorAdapter(WindowEnv):
     # -- resets ----------------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset ``envs`` (all by default) and write their observations into ``carry``.
-
-        Raises:
-            ConfigError: only some are asked for, and this environment cannot do that.
-        """
+        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         where: Array | slice = _ALL
         if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
@@ -386,9 +382,6 @@ def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
 
     Returns:
         An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
-
-    Raises:
-        ConfigError: the environment does not say how it resets, or in a way that loses data.
     """
     if is_envpool(env):
         return NextStepPool(EnvPoolResets(env), options)

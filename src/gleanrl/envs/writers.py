@@ -374,9 +374,6 @@ def info_fields(info_keys: InfoKeys, observed: Iterable[Field]) -> dict[str, Fie
 
     Whether a name is one that ``info`` will ever hold cannot be told from a reset, whose ``info``
     often holds less: a warning says so after the first rollout. ``observed`` takes names.
-
-    Raises:
-        ConfigError: names that are no names, are taken, or come twice.
     """
     if isinstance(info_keys, str):
         raise ConfigError(

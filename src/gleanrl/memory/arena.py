@@ -98,7 +98,7 @@ class Slab:
         for field in layouts[0].fields:
             for group in range(groups):
                 size = self._lay(group, field, size)
-        self.nbytes = _page_aligned(size + MARK)
+        self.nbytes = -(-(size + MARK) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _lay(self, group: int, field: Field, start: int) -> int:
         """Place one field of the workers in ``group``; return where the next may begin."""
@@ -107,13 +107,10 @@ class Slab:
         total_steps = sum(self.steps) if order is Order.TIME else 0
         place = start
         for worker in members:
-            layout, steps = self.layouts[worker], self.steps[worker]
-            if order is Order.TIME:
-                self._blocks[worker].append(Block(field, place, total_steps * row, row))
-                place += steps * row
-            else:
-                self._blocks[worker].append(Block(field, place, steps * row, row))
-                place += layout.num_envs * steps * row
+            steps, envs = self.steps[worker], self.layouts[worker].num_envs
+            env_stride = (total_steps or steps) * row
+            self._blocks[worker].append(Block(field, place, env_stride, row))
+            place += steps * row * (1 if order is Order.TIME else envs)
         shape = (*self.batch_shapes[group], *field.shape)
         stop = start + math.prod(shape) * field.dtype.itemsize
         self.views[group].append(View(field.key, shape, field.dtype, start, stop))
@@ -149,10 +146,6 @@ def packed(reference: WindowRef) -> tuple[WindowRef, int]:
         blocks.append(Block(block.field, place, reference.steps * row, row))
         place += -(-reference.envs * reference.steps * row // _ALIGN) * _ALIGN
     return replace(reference, blocks=tuple(blocks)), place + MARK
-
-
-def _page_aligned(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class _Lease(weakref.ref[Array]):
@@ -310,11 +303,7 @@ def window_over(memory: torch.Tensor, reference: WindowRef) -> Window:
         field, item = block.field, block.field.dtype.itemsize
         typed = memory.view(field.dtype)
         shape = (reference.envs, reference.steps, *field.shape)
-        inner = _contiguous_strides(field.shape)
+        inner = (math.prod(field.shape[axis + 1 :]) for axis in range(len(field.shape)))
         strides = (block.env_stride // item, block.time_stride // item, *inner)
         tensors[field.key] = typed.as_strided(shape, strides, block.offset // item)
     return Window(tensors, reference.envs, reference.steps)
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -51,14 +51,7 @@ class FileAddress:
         return cls(os.getpid(), fd, identity_of(os.fstat(fd)))
 
     def open(self, access: int = os.O_RDWR) -> int:
-        """Return a descriptor of our own for the same file.
-
-        Args:
-            access: The mode of ``os.open``.
-
-        Raises:
-            ReplayError: the process has ended, or has another file there now.
-        """
+        """Return a descriptor of our own for the same file; ``access`` is as in ``os.open``."""
         path, cause = f"/proc/{self.pid}/fd/{self.fd}", None
         try:
             # Looked at before it is opened: opening and closing gives up locks on the file.
@@ -95,11 +88,7 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """Make an empty one, or take over the descriptor of one.
-
-        Raises:
-            GleanError: the platform has no anonymous files.
-        """
+        """Make an empty one, or take over the descriptor of one."""
         self.fd = anonymous_file() if fd is None else fd
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._closing.atexit = False
@@ -113,11 +102,7 @@ class SharedMemory:
         return os.fstat(self.fd).st_size
 
     def reserve(self, nbytes: int) -> int:
-        """Grow by ``nbytes``, rounded up to pages; return the offset of the new part.
-
-        Raises:
-            ConfigError: the system refuses a file of that size.
-        """
+        """Grow by ``nbytes``, rounded up to pages; return the offset of the new part."""
         start = self.nbytes
         try:
             os.ftruncate(self.fd, start + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -177,9 +162,6 @@ def available_memory(root: Path = ROOT) -> int | None:
     """Return the bytes this process may still use: the machine's or a container's, the smallest.
 
     ``None`` where the system does not tell.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
     """
     found = (line.split() for line in lines(root / "proc/meminfo"))
     free = [1024 * int(words[1]) for words in found if words[0] == "MemAvailable:"]
@@ -196,41 +178,14 @@ def memory_limits(root: Path = ROOT) -> Iterator[tuple[int, int]]:
         yield limit, used - sum(map(int, cache))
 
 
-def check_memory(
-    nbytes: int, what: str, advice: str, kind: str = "shared memory", root: Path = ROOT
-) -> None:
-    """Refuse sizes for which this machine or container lacks memory.
-
-    Args:
-        nbytes: How much is needed.
-        what: The things that need it, plural.
-        advice: The remedy, for the error.
-        kind: The kind of memory.
-        root: As for `available_memory`.
-
-    Raises:
-        ConfigError: there is less.
-    """
-    free = available_memory(root)
+def check_memory(nbytes: int, what: str, advice: str, kind: str = "shared memory") -> None:
+    """Refuse sizes for which this machine or container lacks memory, naming ``what`` needs it."""
+    free = available_memory()
     if free is not None and nbytes > free:
         raise ConfigError(
             f"{what} need {nbytes:,} bytes of {kind}, {free:,} are available on this machine (or "
             f"in its container); {advice}"
         )
-
-
-def size(nbytes: int) -> str:
-    """Spell a number of bytes.
-
-    >>> size(999), size(1_500), size(2_340_000_000)
-    ('999 B', '1.5 kB', '2.3 GB')
-    """
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def lock_fence() -> None:

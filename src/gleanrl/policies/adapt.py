@@ -51,12 +51,7 @@ class TensorCall:
         self.names = names
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Call ``fn`` on entries of ``tensordict`` and write what it returns.
-
-        Raises:
-            PolicyTypeError: it returned something else than tensors.
-            PolicyError: it returned too few.
-        """
+        """Call ``fn`` on entries of ``tensordict`` and write what it returns."""
         values = [tensordict.get(key) for key in self.in_keys]
         if self.names is None:
             out = self.fn(*values)
@@ -108,9 +103,6 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
         contract: What the environment gives and wants.
         options: Whether to trust ``policy`` to be a callable on TensorDicts, and whether
             ``"step_count"`` is there for it to read.
-
-    Raises:
-        PolicyTypeError: ``policy`` cannot be called with what the environment gives.
     """
     counts = options.counts
     if isinstance(policy, type) or not callable(policy):

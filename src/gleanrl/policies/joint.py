@@ -56,12 +56,7 @@ class JointPolicy:
     def seat(
         self, policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
     ) -> Policy:
-        """Return the policy of one rollout; for the arguments see `make_policy`.
-
-        Raises:
-            ConfigError: environments that differ from those of other rollouts.
-            PolicyError: a policy that cannot be called for changing numbers of environments.
-        """
+        """Return the policy of one rollout; for the arguments see `make_policy`."""
         env = contract.layout
         assert env is not None
         if self._called is None:

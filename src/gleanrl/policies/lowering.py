@@ -86,11 +86,7 @@ class Lowered:
 
 
 def check_unchanged(before: Lowered, now: Lowered) -> None:
-    """Check that a policy is at the end of a rollout as it was at the beginning.
-
-    Raises:
-        PolicyError: it changed meanwhile, and recorded calls acted as it was before.
-    """
+    """Check that a policy is at the end of a rollout as it was at the beginning."""
     if now is not before:
         raise PolicyError(
             "a setting of the policy changed while a rollout was collected: an attribute or hook "

@@ -61,7 +61,6 @@ def make_policy(
     Raises:
         PolicyTypeError: the policy cannot be called with what the environment gives.
         PolicyError: what it writes does not fit the environment.
-        ConfigError: options that contradict each other or the device.
     """
     env = contract.layout
     assert env is not None
@@ -269,14 +268,11 @@ _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
 
 
 def complete_exploration(policy: Any, env: Any) -> Any:
-    """Give what ``policy`` lacks from the specs of ``env``, as TorchRL's collectors do.
+    """Return ``policy``, given what it lacks from the specs of ``env``, as TorchRL's collectors do.
 
     Its Gaussian noise modules that were made without spec get the action's, its ``RandomPolicy``
     the specs of all actions. Environments other than TorchRL's have no specs that these could use:
     a noise module says what it lacks when it is called, random actions are drawn by ``env``.
-
-    Returns:
-        The policy to act with.
     """
     if _is_a(policy, _RANDOM):
         if _is_a(env, _ENV) and policy.action_spec is None:
@@ -305,9 +301,6 @@ def parse_exploration_mode(mode: str) -> ExplorationType:
 
     >>> parse_exploration_mode("mean") is ExplorationType.MEAN
     True
-
-    Raises:
-        ConfigError: any other text.
     """
     found = _MODES.get(mode.lower()) if isinstance(mode, str) else None
     if found is None:

@@ -41,6 +41,8 @@ from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.units import children_of, modules_of, selects, units_of, watch_layers
 
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
+_MISFITS = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
+"""Errors that a policy may raise because of what it is called on."""
 _T = TypeVar("_T")
 
 
@@ -129,7 +131,8 @@ def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
         before = _Snapshot(td)
         td = call_on(module, td)
         units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
-        apart = apart and td.batch_size == batch and _all_tensors(td)
+        tensors = all(isinstance(value, torch.Tensor) for value in _entries(td).values())
+        apart = apart and td.batch_size == batch and tensors
         apart = apart and not watch.changed()  # one unit may set what another one reads
     written = start.written(td, _out_keys(policy))
     if isinstance(policy, nn.Module) and selects(policy) and children_of(policy) is not None:
@@ -145,7 +148,6 @@ def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
     """Call ``policy`` and return the TensorDict it left or returned.
 
     Raises:
-        PolicyTypeError: the policy returned something else than a TensorDict.
         PolicyError: it wrote a tensor that has not the batch's shape.
     """
     try:
@@ -174,10 +176,6 @@ def leaves(data: TensorDictBase) -> set[Key]:
 def _entries(td: TensorDictBase) -> dict[Key, Any]:
     items = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {as_key(key): value for key, value in items}
-
-
-def _all_tensors(td: TensorDictBase) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in _entries(td).values())
 
 
 def _out_keys(module: Any) -> set[Key]:
@@ -270,6 +268,7 @@ def learn(
     contract: EnvContract,
     root: TensorDictBase,
     options: SourceOptions,
+    adapted: Adapted | None = None,
 ) -> tuple[Adapted, PolicySignature]:
     """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
 
@@ -281,6 +280,7 @@ def learn(
         contract: The environment's side of the step, which has a layout.
         root: What the first reset returned, as the policy is shown it.
         options: How the policy is run.
+        adapted: How the policy is called, if that is decided already.
 
     Returns:
         How the policy is called from now on, and what that call showed.
@@ -289,16 +289,7 @@ def learn(
         PolicyTypeError: it cannot be called with what the environment gives.
         PolicyError: it does not fit the environment.
     """
-    return _learn(policy, adapt(policy, contract, options), contract, root, options)
-
-
-def _learn(
-    policy: Any,
-    adapted: Adapted,
-    contract: EnvContract,
-    root: TensorDictBase,
-    options: SourceOptions,
-) -> tuple[Adapted, PolicySignature]:
+    adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout
     assert env is not None
     start, provided = _start(adapted, root, root.get(IS_INIT, None) is not None)
@@ -312,7 +303,10 @@ def _learn(
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 
-    (trace, after), states = _first_call(policy, adapted, start, given, run, _next_state)
+    def next_state(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
+        return called[0].outputs.get(next_key(key))
+
+    (trace, after), states = _first_call(policy, adapted, start, given, run, next_state)
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in contract.one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
@@ -322,7 +316,7 @@ def _learn(
             "categorical_action_encoding=False and wants one-hot vectors; they are converted"
         )
         converted = replace(adapted, call=IndexToOneHot(adapted, wanted))
-        return _learn(policy, converted, replace(contract, one_hot=()), root, options)
+        return learn(policy, replace(contract, one_hot=()), root, options, converted)
     owned = _owned(env, IS_INIT in provided)
     actions = _actions(env, outputs, policy, contract.env_checks_actions)
     taken = {*owned, *(field.key for field in actions)}
@@ -437,10 +431,6 @@ def _reads(adapted: Adapted, key: Key) -> bool:
     return adapted.in_keys is None or key in adapted.in_keys
 
 
-def _next_state(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
-    return called[0].outputs.get(next_key(key))
-
-
 def _declared_states(policy: Any, adapted: Adapted, given: Container[Key]) -> list[Key]:
     """Return the states a policy says it has, before it is called on what is ``given``."""
     states = [as_key(key) for key in getattr(policy, "state_shapes", None) or {}]
@@ -461,10 +451,9 @@ def _first_call(
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
     next_state: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, tuple[Key, ...]]:
-    """Call a policy with its first state; ``next_state`` returns the state after the call.
+    """Call a policy with its first state; return what ``run`` returned, and the provided states.
 
-    Returns:
-        What ``run`` returned, and the states that are provided.
+    ``next_state`` returns the state after the call.
     """
     batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
     states = _declared_states(policy, adapted, given)
@@ -484,7 +473,8 @@ def _first_call(
         unknown = [key for key in states if key not in first]
         if unknown and isinstance(err, KeyError):  # it cannot begin with a state of its own
             raise unknown_state(unknown) from err
-        error = diagnose(err, policy, given, missing, states) if _is_misfit(err) else None
+        misfit = isinstance(err, _MISFITS)
+        error = diagnose(err, policy, given, missing, states) if misfit else None
         if error is not None:
             raise error from err
         raise
@@ -493,12 +483,6 @@ def _first_call(
         if after is None or after.shape != value.shape:
             raise unfit_state(key, value, after)
     return result, tuple(first)
-
-
-def _is_misfit(err: Exception) -> bool:
-    """Tell whether a policy may raise ``err`` because of what it is called on."""
-    kinds = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
-    return isinstance(err, kinds)
 
 
 # -- first states ----------------------------------------------------------------------------------
@@ -511,9 +495,6 @@ def _first_state(
 
     The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
     are those of the recurrent cell inside. A policy that reads ``"is_init"`` may make its own.
-
-    Raises:
-        PolicyError: nothing says which shape a state has.
     """
     if not states:
         return {}

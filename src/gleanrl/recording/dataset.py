@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -62,11 +62,7 @@ class Metadata:
 
     @classmethod
     def read(cls, directory: Path) -> Metadata:
-        """Read and check the card of ``directory``.
-
-        Raises:
-            TensorFileError: it is missing, is not a card, or contradicts itself.
-        """
+        """Read and check the card of ``directory``."""
         path = directory / CARD
         if not os.path.isfile(path):
             raise TensorFileError(
@@ -78,25 +74,18 @@ class Metadata:
             raise TensorFileError(
                 f"{path} is not the card of a dataset (its 'format' is not {_FORMAT!r})"
             )
-        version, status, entries, data = (
-            facts.get(name) for name in ("format_version", "status", "keys", "data")
-        )
-        if version != _VERSION:
-            raise TensorFileError(
-                f"{path} has format version {version!r}; this release reads {_VERSION}"
-            )
-        data = "tensordict" if data is None else data
-        if data not in (*FORMATS, SHARDS):
-            raise TensorFileError(f"{path}: 'data' ({data!r:.50}) is none of {tuple(FORMATS)}")
-        frames = facts.get("frames")
-        if not tensor_files.is_count(frames):
-            raise TensorFileError(
-                f"{path}: 'frames' ({frames!r:.50}) must be a whole number, 0 or more"
-            )
-        if status not in ("collecting", *ENDS):
-            raise TensorFileError(f"{path}: 'status' ({status!r}) is none of {ENDS}")
-        if not isinstance(entries, list):
-            raise TensorFileError(f"{path}: 'keys' must be a list")
+        names = ("format_version", "status", "keys", "frames")
+        version, status, entries, frames = (cast("Any", facts.get(name)) for name in names)
+        data = "tensordict" if facts.get("data") is None else facts["data"]
+        for right, problem in (
+            (version == _VERSION, f"has format version {version!r}; this release reads {_VERSION}"),
+            (data in (*FORMATS, SHARDS), f"'data' ({data!r:.50}) is none of {tuple(FORMATS)}"),
+            (tensor_files.is_count(frames), f"'frames' ({frames!r:.50}) must be a whole number"),
+            (status in ("collecting", *ENDS), f"'status' ({status!r:.50}) is none of {ENDS}"),
+            (isinstance(entries, list), "'keys' must be a list"),
+        ):
+            if not right:
+                raise TensorFileError(f"{path}: {problem}")
         files = tuple(TensorFile.from_json(entry, path) for entry in entries)
         if status == "collecting" and _abandoned(directory):
             status = "interrupted"
@@ -130,11 +119,7 @@ class Part:
     """The card of a writer; empty without one."""
 
     def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``.
-
-        Raises:
-            TensorFileError: the data contradict their card.
-        """
+        """Return an entry as ``[frames, ...]``."""
         try:
             file = {file.key: file for file in self.files}[key]
             return self._values(file).reshape(self.frames, *file.shape).to(file.dtype)
@@ -157,13 +142,7 @@ class Dataset:
     """A dataset opened for reading, in any format; entries are read if it has raw files."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the card and check that raw files exist and have the right size.
-
-        Raises:
-            ConfigError: there is no such directory.
-            TensorFileError: a file is missing, leads out of the directory or has another size, or
-                writers recorded different entries.
-        """
+        """Read the card and check that raw files exist and have the right size."""
         if not os.path.isdir(directory):
             raise ConfigError(f"{directory} is not a directory")
         self.directory = directory
@@ -200,11 +179,7 @@ class Dataset:
         return tuple(file.key for file in self.metadata.files)
 
     def read(self, key: Key) -> torch.Tensor:
-        """Return an entry as ``[frames, ...]``, mapped from its file unless there are several.
-
-        Raises:
-            KeyError: there is no such entry.
-        """
+        """Return an entry as ``[frames, ...]``, mapped from its file unless there are several."""
         if key not in self.keys():
             known = list(self.keys())
             raise KeyError(f"{format_key(key)} is not in {self.directory}; it has {known}")
@@ -212,11 +187,7 @@ class Dataset:
         return entries[0] if len(entries) == 1 else torch.cat(entries)
 
     def frames(self, entries: Mapping[Key, torch.Tensor]) -> TensorDict:
-        """Return ``entries``, ``[K, ...]`` each, as a TensorDict ``[K]`` nested as the recorded.
-
-        Raises:
-            TensorFileError: the card contradicts itself.
-        """
+        """Return ``entries``, ``[K, ...]`` each, as a TensorDict ``[K]`` nested as the recorded."""
         count = next(iter(entries.values())).shape[0]
         frames = TensorDict(batch_size=[count])
         try:

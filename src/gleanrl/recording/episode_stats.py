@@ -242,9 +242,6 @@ def episodes_of(dataset: Dataset) -> list[Episode]:
 
     So the number of an episode does not depend on the speed of workers: first come the first
     episodes of all environments, then the second ones.
-
-    Raises:
-        TensorFileError: there are no trajectory ids or no end flags.
     """
     keys = dataset.keys()
     flags = end_keys(keys)

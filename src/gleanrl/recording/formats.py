@@ -27,12 +27,7 @@ def module_of(format: str) -> Any:
 
 
 def check_target(format: str, path: Path) -> None:
-    """Check that a dataset of this format can be written to ``path``.
-
-    Raises:
-        ConfigError: there is no such format, a package is missing, or the path names no Minari
-            dataset.
-    """
+    """Check that a dataset of this format can be written to ``path``."""
     if format not in FORMATS:
         raise ConfigError(f"format ({format!r}) must be one of {', '.join(map(repr, FORMATS))}")
     module = module_of(format)

@@ -68,11 +68,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
-    """Open a dataset: each episode is a part.
-
-    Raises:
-        TensorFileError: the file is damaged.
-    """
+    """Open a dataset: each episode is a part."""
     try:
         # Not by Minari, which would make an environment that the file names.
         texts = tensor_files.read_description(inside(directory, f"{DATA}/metadata.json"))
@@ -91,11 +87,7 @@ def parts(directory: Path, metadata: Metadata) -> list[EpisodePart]:
 
 
 def _own(file: h5py.Group, name: str) -> Any:
-    """Return a group or array of ``file`` that lies in it; HDF5 can refer to other files.
-
-    Raises:
-        LookupError: it is not there, or leads elsewhere.
-    """
+    """Return a group or array of ``file`` that lies in it; HDF5 can refer to other files."""
     found: Any = file
     for part in name.split("/"):
         if not isinstance(found.get(part, getlink=True), h5py.HardLink):
@@ -255,9 +247,6 @@ def _spaces_of_env(facts: Mapping[str, Any]) -> tuple[Space, Space]:
     """Make the environment of a card, which may come from anyone.
 
     Only its id and its ``kwargs`` are used, of what is registered here.
-
-    Raises:
-        Exception: it cannot be made.
     """
     name, spec = facts["env"], _env_spec(facts)
     if ":" in name:
@@ -278,11 +267,7 @@ def _env_spec(facts: Mapping[str, Any]) -> EnvSpec | None:
 
 
 def _decoder(space: Space, files: Files) -> Actions | None:
-    """Return a decoder of recorded actions of ``space``, numbers or one-hot vectors.
-
-    Returns:
-        ``None`` if the entries in ``files`` are no actions of this space.
-    """
+    """Return a decoder of recorded actions of ``space``, ``None`` if the data have none."""
     for categorical in (True, False):
         with contextlib.suppress(ConfigError):
             actions = Actions(space, 1, categorical, batched=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.memory import tensor_files
-from gleanrl.memory.shared import size
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card
 
@@ -32,10 +32,7 @@ class Shard:
     def __init__(self, directory: Path, facts: Mapping[str, Any], expected: int | None) -> None:
         """Prepare to write to ``directory``, which is made with the first frames.
 
-        Args:
-            directory: Does not exist.
-            facts: Entries of the card besides the layout.
-            expected: Frames that need room, if their number is known.
+        The card gets ``facts`` besides the layout; ``expected`` frames need room, if that is known.
         """
         self.directory = directory
         self.frames = 0
@@ -44,12 +41,7 @@ class Shard:
         self._open: list[int] = []
 
     def write(self, frames: TensorDictBase) -> None:
-        """Append ``frames`` ``[K]``; if that fails, everything before stays valid.
-
-        Raises:
-            TensorFileError: the disk is full, or these frames cannot be stored as arrays like those
-                before.
-        """
+        """Append ``frames`` ``[K]``; if that fails, everything before stays valid."""
         if not frames.shape[0]:
             return
         if not isinstance(frames, TensorDict):
@@ -198,11 +190,7 @@ class RawPart(Part):
 
 
 def parts(directory: Path, metadata: Metadata) -> list[RawPart]:
-    """Open a finished dataset, or the parts that writers have written until now.
-
-    Raises:
-        TensorFileError: files are damaged, or writers recorded different entries.
-    """
+    """Open a finished dataset, or the parts that writers have written until now."""
     if metadata.data != SHARDS:
         return [RawPart(directory)]
     root, folders = os.path.realpath(directory), sorted(directory.glob(f"{SHARDS}/[!.]*"))

@@ -316,11 +316,7 @@ def convert_dataset(
 
 
 def make_way(path: Path, overwrite: bool = False) -> None:
-    """Check that a dataset can be written to ``path``; remove the one to overwrite.
-
-    Raises:
-        ConfigError: something is there already.
-    """
+    """Check that a dataset can be written to ``path``; remove the one to overwrite."""
     if path.is_dir():
         if not any(path.iterdir()):
             return
@@ -341,11 +337,7 @@ def make_way(path: Path, overwrite: bool = False) -> None:
 
 
 def _check_episodes(frames: TensorDictBase) -> None:
-    """Check that ``frames`` have the entries that Minari's episodes need.
-
-    Raises:
-        TensorFileError: names what is missing.
-    """
+    """Check that ``frames`` have the entries that Minari's episodes need."""
     found = {keys.as_key(key) for key in frames.keys(True, True)}
     after = {key[1:] for key in found if key[0] == keys.NEXT}
     seen = {key for key in found & after if key[-1] not in NO_OBSERVATION}

@@ -56,7 +56,7 @@ class DeliveredFields:
         root_fields: tuple[Field, ...] = (),
         groups: tuple[Group, ...] = (),
     ) -> None:
-        """Compose the layout.
+        """Compose the layout; errors as of `check_options`.
 
         Args:
             env: The environment's side of a step.
@@ -65,10 +65,6 @@ class DeliveredFields:
             options: What the user asked for.
             root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
-
-        Raises:
-            ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
-            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
         """
         self._options = options
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
@@ -93,12 +89,7 @@ class DeliveredFields:
 
     @classmethod
     def of(cls, env: EnvLayout, policy: Policy, options: SourceOptions) -> DeliveredFields:
-        """Return the fields of an environment whose data go into rows.
-
-        Raises:
-            ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
-            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
-        """
+        """Return the fields of an environment whose data go into rows."""
         outputs = policy.outputs
         after = {f.key[1:]: replace(f, key=f.key[1:]) for f in outputs if f.key[0] == NEXT}
         states = [after[key] for key in policy.states]
@@ -259,9 +250,7 @@ class DeliveredFields:
 def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Callable[[], Array]:
     """Return a function that gives one reward per frame, see `mean_rewards`.
 
-    Args:
-        rewards: ``[P, T, ...]`` each; may be written later.
-        size: ``P`` and ``T``.
+    ``rewards`` are ``[P, T, ...]`` each, of which ``size`` is ``P, T``; may be written later.
     """
     if len(rewards) == 1 and rewards[0].shape[2:] == (1,) and numpy_dtype(rewards[0].dtype):
         single = rewards[0].numpy()[:, :, 0]
@@ -282,19 +271,7 @@ def check_options(
     groups: Sequence[DoneGroup],
     written: Iterable[Key],
 ) -> None:
-    """Check the options against the entries of the environment and of the policy.
-
-    Args:
-        options: What the user asked for.
-        observed: Root keys of the observations.
-        groups: The end flags that are delivered.
-        written: Keys of what the policy writes.
-
-    Raises:
-        ConfigError: the environment delivers ``step_count`` or ``policy_version`` itself.
-        EnvError: ``set_truncated`` with an environment that cannot tell truncation.
-        PolicyError: the policy writes what the collector delivers.
-    """
+    """Check the options against what the environment delivers and the policy writes."""
     delivered = {
         TRAJ_IDS: options.track_traj_ids,
         MASK: options.mask,

@@ -55,12 +55,7 @@ def shown_entries(
     """Return the root entries to record before the environment steps, because it may reuse memory.
 
     These are the entries that it shows, its end ``flags``, and what a policy returned that is an
-    observation as it is.
-
-    Args:
-        shown: What the environment shows.
-        flags: Keys of its end flags.
-        root: A root TensorDict as the environment gets it.
+    observation as it is: of ``root``, a root TensorDict as the environment gets it.
     """
     if shown.layout is None:
         return (*shown.observed, *flags)
@@ -82,17 +77,8 @@ def expect(
     """Return the expected contents of steps of ``env``, before the first step.
 
     Its specs, its first reset and one call of the policy tell. The first step may prove them wrong
-    (see `StepRecorder`).
-
-    Args:
-        env: The environment.
-        actor: What acts in it.
-        contract: Its side of a step.
-        options: What the user asked for.
-
-    Returns:
-        ``None`` if the layout is not fixed, or where an entry does not begin with the batch
-        dimensions of the environment.
+    (see `StepRecorder`). ``None`` if the layout is not fixed, or where an entry does not begin with
+    the batch dimensions of the environment.
     """
     layout, root = contract.layout, actor.after
     if layout is None:
@@ -241,12 +227,9 @@ class StepRecorder:
     def __init__(
         self, env_name: str, shown: Iterable[Key], expected: ExpectedSteps | None = None
     ) -> None:
-        """Keep steps of an environment.
+        """Keep steps with root entries ``shown``, recorded before the environment steps.
 
-        Args:
-            env_name: What errors call it.
-            shown: Its root entries, to record before it steps.
-            expected: The contents of its steps; ``None`` if the layout is open.
+        Without ``expected`` contents the layout is open.
         """
         self._env_name = env_name
         self._shown = tuple(shown)
@@ -306,13 +289,7 @@ class StepRecorder:
         self.steps.append(step)
 
     def _open(self, key: Key, came: str, before: str) -> None:
-        """Keep steps as TensorDicts from now on, if none was stored; else raise an error.
-
-        Args:
-            key: An entry that is not what was expected.
-            came: What it is.
-            before: What it was.
-        """
+        """Keep steps as TensorDicts, as ``key`` changed; an error if some were stored already."""
         if not self._fixed:
             self._expected, self.steps = None, []
             return

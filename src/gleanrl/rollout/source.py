@@ -40,13 +40,9 @@ class BaseSource:
         user_policy: Any,
         options: SourceOptions,
     ) -> None:
-        """Serve ``envs``.
+        """Serve ``envs``, which are seeded, saved and closed.
 
-        Args:
-            envs: Is seeded, saved and closed.
-            inner: The user's environment, and
-            user_policy: the user's policy, as remote access sees them.
-            options: What the user asked for.
+        Remote access sees the user's environment, ``inner``, and the user's policy.
         """
         self._envs = envs
         self.options = options

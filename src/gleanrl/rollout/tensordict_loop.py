@@ -65,18 +65,9 @@ class TensorDictRollout(BaseSource):
         options: SourceOptions,
         why: str,
     ) -> None:
-        """Collect from the environment of ``handle``, which was reset once.
+        """Collect from the environment of ``handle``, which was reset once; `close` closes it.
 
-        Args:
-            handle: The environment. Closed by `close`.
-            actor: What acts.
-            contract: The environment's side of a step.
-            options: What the user asked for.
-            why: Why this is the loop that fits.
-
-        Raises:
-            ConfigError: ``max_frames_per_traj`` with an environment that counts steps itself.
-            EnvError: ``set_truncated`` with an environment that cannot tell truncation.
+        ``why`` says why this is the loop that fits. Errors as of `check_options`.
         """
         env = handle.env
         super().__init__(handle, handle.inner, actor.user, options)
@@ -289,11 +280,7 @@ class TensorDictRollout(BaseSource):
         return batch
 
     def _check_declared(self, steps: list[TensorDictBase]) -> None:
-        """Refuse an undeclared ``"truncated"``, which the environment would ignore.
-
-        Raises:
-            EnvError: names the entry.
-        """
+        """Refuse an undeclared ``"truncated"``, which the environment would ignore."""
         for group in self._handle.ends.groups:
             key = (NEXT, *group.prefix, *TRUNCATED)
             if not group.truncated and any(step.get(key, None) is not None for step in steps):

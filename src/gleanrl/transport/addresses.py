@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -23,14 +24,13 @@ def outward(name: str | None = None) -> str:
 
     The address of ``name`` (by default the host's name), unless it is a loopback address, as names
     often have on their own host; then the address of the interface of the default route.
-
-    Raises:
-        ConfigError: there is neither.
     """
     candidates = (_of_name(name or socket.gethostname()), _of_route())
     for candidate in candidates:
-        if candidate is not None and not _is_loopback(candidate) and _is_here(candidate):
-            return candidate
+        if candidate is not None and not ipaddress.ip_address(candidate).is_loopback:
+            with contextlib.suppress(OSError):  # it may be the one outside a translator
+                socket.create_server((candidate, 0)).close()
+                return candidate
     raise ConfigError(
         f"no address of this machine ({socket.gethostname()}) was found that others reach it by: "
         "pass host= with the address of the interface that leads to the nodes"
@@ -53,25 +53,8 @@ def _of_route() -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _is_here(address: str) -> bool:
-    """Whether the address can be listened on: it may be the one outside a translator."""
-    try:
-        socket.create_server((address, 0)).close()
-    except OSError:
-        return False
-    return True
-
-
 def ports_to_try(wanted: int | str | None) -> Sequence[int]:
-    """Return the requested port; else the port in the environment, and those after it.
-
-    Raises:
-        ConfigError: no port number.
-    """
+    """Return the requested port; else the port in the environment, and those after it."""
     given = os.environ.get("TCP_PORT", TCP_PORT) if wanted is None else wanted
     try:
         port = int(given)

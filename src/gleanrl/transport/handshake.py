@@ -67,11 +67,7 @@ def new_secret() -> bytes:
 
 
 def secret_from(text: str) -> bytes:
-    """Return the secret in ``text``, the value of an environment variable.
-
-    Raises:
-        ConfigError: it is too short.
-    """
+    """Return the secret in ``text``, the value of an environment variable."""
     secret = text.strip().encode()
     if len(secret) < _SHORTEST:
         raise ConfigError(
@@ -110,9 +106,6 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadli
         timeout_s: Told to the node: seconds without a sign of life after which either side takes
             the other for gone.
         deadline: The node has to have authenticated by then.
-
-    Raises:
-        HandshakeError: the other side does not know the secret, says nothing, or is gone.
     """
     mine = secrets.token_bytes(_NONCE)
     _send(sock, _MAGIC + mine, deadline)
@@ -135,7 +128,6 @@ def join(invitation: Invitation, timeout: float) -> tuple[socket.socket, Keys, f
 
     Raises:
         HandshakeError: the other side is not the learner.
-        CollectorTimeout: there is no answer.
     """
     deadline = Deadline(timeout)
     address = invitation.host, invitation.port

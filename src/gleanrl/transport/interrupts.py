@@ -74,12 +74,9 @@ class Deferred(contextlib.AbstractContextManager[None]):
 
 
 def interruptible(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what ``call`` returns; SIGINT is handled at once meanwhile.
+    """Return what ``call`` returns, which changes nothing that would be lost with its result.
 
-    Args:
-        call: Waits; changes nothing that would be lost with its result.
-        *args: Its arguments.
-        **kwargs: Further ones.
+    SIGINT is handled at once meanwhile.
     """
     before = _state.before
     if before is None or threading.current_thread() is not threading.main_thread():

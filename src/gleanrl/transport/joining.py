@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ConfigError, WorkerDied
@@ -32,11 +32,7 @@ _MOST = 128
 
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of ``ports`` that is free; warn if that is not the first.
-
-    Raises:
-        ConfigError: none is.
-    """
+    """Listen on the first of ``ports`` that is free; warn if that is not the first."""
     for port in ports:
         try:
             listener = socket.create_server((host, port), backlog=1024)
@@ -54,39 +50,20 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     raise ConfigError("no port to listen for nodes on was given")
 
 
-class JoiningNode(Protocol):
-    """The connection to a node that was let in, as far as joining needs it."""
-
-    def bring_up(self, life: int) -> None:
-        """Tell the node what to be; if it was lost (``life`` times), wait until it is up."""
-
-    def exit_reason(self, reason: str, timeout: float = ...) -> str:
-        """Return why the node is gone; ``reason`` if nothing else is known."""
-
-    def hang_up(self) -> None:
-        """End the connection for both sides."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-N = TypeVar("N", bound=JoiningNode)
-
-
 @dataclass(eq=False, slots=True)
-class _Wanted(Generic[N]):
+class _Wanted:
     """A node that is expected to join."""
 
     life: int
     deadline: Deadline | None = None
     """The time until which it has to join, then to be up; ``None`` before it is started."""
-    node: N | None = None
-    """Its connection, once it was let in."""
+    node: Any = None
+    """Its `Node`, once it was let in."""
     delay: Deadline = field(default_factory=partial(Deadline, 0.0))
     """The time before which it is not started."""
 
 
-class NodeAdmitter(Generic[N]):
+class NodeAdmitter:
     """Lets nodes in: those that are there first, and later those that take the place of lost ones.
 
     A thread launches nodes and accepts connections as long as nodes are wanted. Each connection
@@ -99,20 +76,15 @@ class NodeAdmitter(Generic[N]):
         host: str,
         ports: Sequence[int],
         launcher: Launcher,
-        take: Callable[[Guest], N],
+        take: Callable[[Guest], Any],
         *,
         heartbeat: float,
         timeout_s: float,
     ) -> None:
-        """Listen; no node is let in yet.
+        """Listen; no node is let in yet. ``take`` makes a `Node` of one that was let in.
 
-        Args:
-            host: Address to listen on, and that nodes are told.
-            ports: To listen on the first of these that is free.
-            launcher: Starts the nodes.
-            take: Makes a node of one that was let in.
-            heartbeat: Told to nodes: seconds without a sign of life after which they are lost.
-            timeout_s: Seconds that a node may take to join, and then to be up.
+        ``heartbeat`` is told to nodes (see `NetworkBackend`); a node may take ``timeout_s`` seconds
+        to join, and then to be up.
 
         Raises:
             ConfigError: no port is free, or the secret in the environment is too short.
@@ -122,7 +94,7 @@ class NodeAdmitter(Generic[N]):
         self._launcher, self._take = launcher, take
         self._heartbeat, self._timeout_s = heartbeat, timeout_s
         self._lock = threading.RLock()
-        self._wanted: dict[int, _Wanted[N]] = {}
+        self._wanted: dict[int, _Wanted] = {}
         self._threads: set[threading.Thread] = set()
         self._strangers: set[socket.socket] = set()
         """Connections that have not authenticated yet."""
@@ -130,7 +102,7 @@ class NodeAdmitter(Generic[N]):
         """Whether a thread lets nodes in."""
         self._closing = False
         self._next_look = Deadline(0.0)
-        self._done: deque[N | WorkerDied] = deque()
+        self._done: deque[Any] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     # -- for the learner -------------------------------------------------------------------------
@@ -156,8 +128,8 @@ class NodeAdmitter(Generic[N]):
             if not self._admitting:
                 self._start(self._admit_loop)
 
-    def pop(self) -> N | WorkerDied | None:
-        """Return a node that has joined, or the error of one that has not; ``None`` for no news."""
+    def pop(self) -> Any:
+        """Return a `Node` that joined, or the error of one that did not; ``None`` for no news."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
             return self._done.popleft()
@@ -225,7 +197,7 @@ class NodeAdmitter(Generic[N]):
                 for index, each in wanted:
                     self._fail(index, each, f"could not be let in ({err})")
 
-    def _launch(self, index: int, wanted: _Wanted[N]) -> None:
+    def _launch(self, index: int, wanted: _Wanted) -> None:
         wanted.deadline = Deadline(self._timeout_s)
         try:
             self._launcher.launch([self.invitation(index)])
@@ -235,7 +207,7 @@ class NodeAdmitter(Generic[N]):
             if self._closing:  # it may have been started after everybody else was ended
                 self._launcher.stop(0.0)
 
-    def _look_after(self, index: int, wanted: _Wanted[N]) -> None:
+    def _look_after(self, index: int, wanted: _Wanted) -> None:
         if wanted.deadline is None:  # it was not started: its launcher knows the one before it
             return
         try:
@@ -299,7 +271,7 @@ class NodeAdmitter(Generic[N]):
                 wanted.deadline = Deadline(self._timeout_s)
         self._bring_up(index, wanted, node)
 
-    def _bring_up(self, index: int, wanted: _Wanted[N], node: N) -> None:
+    def _bring_up(self, index: int, wanted: _Wanted, node: Any) -> None:
         try:
             node.bring_up(wanted.life)
         except BaseException as err:  # the learner is told of any
@@ -314,7 +286,7 @@ class NodeAdmitter(Generic[N]):
                 return
         node.close()
 
-    def _fail(self, index: int, wanted: _Wanted[N], reason: str) -> None:
+    def _fail(self, index: int, wanted: _Wanted, reason: str) -> None:
         with self._lock:
             if self._wanted.get(index) is not wanted or self._closing:
                 return
@@ -322,10 +294,8 @@ class NodeAdmitter(Generic[N]):
             if wanted.node is not None:
                 wanted.node.hang_up()
             what = "the replacement of worker" if wanted.life else "worker"
-            error = WorkerDied(f"{what} {index} {reason}")
-            error.worker = index
-            self._tell(error)
+            self._tell(WorkerDied(f"{what} {index} {reason}", worker=index))
 
-    def _tell(self, result: N | WorkerDied) -> None:
+    def _tell(self, result: Any) -> None:
         self._done.append(result)
         os.eventfd_write(self.bell, 1)

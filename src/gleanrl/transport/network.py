@@ -18,13 +18,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.transport.data_plane import (
-    Arrival,
-    DataPlane,
-    Landing,
-    Pair,
-    Transfer,
-)
+from gleanrl.transport.data_plane import Arrival, DataPlane, Landing, Pair, Transfer
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.interrupts import Deferred, interruptible
 from gleanrl.transport.joining import NodeAdmitter
@@ -242,8 +236,7 @@ class Node(ChannelPeer):
     def close(self, *, drop: bool = True) -> None:
         """Close the connection, which ends a running node; nothing lands any more.
 
-        Args:
-            drop: Whether to drop the pair as well, which a forked child cannot do.
+        A forked child cannot ``drop`` the pair.
         """
         self.gone = True
         self.channel.close()
@@ -376,7 +369,6 @@ class NetworkBackend(ChannelBackend[Node]):
         Raises:
             ConfigError: a factory cannot be sent to another process.
             WorkerDied: a node ended before it joined.
-            CollectorTimeout: not all had joined in time.
         """
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))
@@ -404,12 +396,8 @@ class NetworkBackend(ChannelBackend[Node]):
     def replace(self, worker: int, life: int, delay: float) -> None:
         """Have another node started in place of ``worker``, without waiting.
 
-        Once the node is up, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
-
-        Args:
-            worker: The node's index; it was ended.
-            life: How many were lost before the new one.
-            delay: Seconds before it is started.
+        It was ended, as were ``life - 1`` before it. Once the node is up, which is started after
+        ``delay`` seconds, `receive` returns its `Ready`; else `receive` raises `WorkerDied`.
         """
         self.admitter.want(worker, life, delay)
 
@@ -493,11 +481,7 @@ class NetworkBackend(ChannelBackend[Node]):
             self._watch(node)
 
     def _take_joined(self) -> None:
-        """Put a node that has joined in its place.
-
-        Raises:
-            WorkerDied: it was lost before it had joined.
-        """
+        """Put a node that has joined in its place; raise the error of one that has not."""
         node = self.admitter.pop()
         if isinstance(node, WorkerDied):
             raise node
@@ -511,11 +495,7 @@ class NetworkBackend(ChannelBackend[Node]):
                 node.put(STOP + bytes([self.stop_byte[0]]))
 
     def _next_silence(self) -> float:
-        """Return the seconds until some node has been silent for too long.
-
-        Raises:
-            WorkerDied: one has, or has said that it ends.
-        """
+        """Return the seconds until some node has been silent for too long; raise if one has."""
         for node in self._by_fd.values():
             if node.end_reason is not None and not self._has_announced(node):
                 raise self._died(node, node.end_reason)
@@ -578,15 +558,10 @@ class NetworkBackend(ChannelBackend[Node]):
         nodes = {*self._peers.values(), *self._by_fd.values()}
         self._peers = {}
         self._arrived.clear()
-        if not mine:
-            _keep_for_ever((self, nodes))
+        if not mine:  # never destroyed: the threads of their process groups are another process's
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self, nodes)))
         for node in nodes:
             node.close(drop=mine)
         self.admitter.listener.close()
         self.launcher.stop(min(timeout, _NODE_EXIT_S))
         self._poller.close()
-
-
-def _keep_for_ever(held: object) -> None:
-    """Never let ``held`` be destroyed: the threads of its process groups are another process's."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -101,11 +101,7 @@ class NodeConnection:
         self.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Wait for the learner's value of ``key``.
-
-        Raises:
-            GleanError: none came in time.
-        """
+        """Wait for the learner's value of ``key``."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._keys, self._timeout_s):
                 raise GleanError(f"the learner did not answer for {self._timeout_s} s")
@@ -258,11 +254,7 @@ def _leaving_on(
 
 
 def main(fd: int) -> None:
-    """Be a node in a forked process.
-
-    Args:
-        fd: Of a file with its `Invitation` and the starting process's `Surroundings`, pickled.
-    """
+    """Be a node in a forked process; ``fd`` has its `Invitation` and `Surroundings`, pickled."""
     with os.fdopen(fd, "rb") as told:
         invitation, surroundings = pickle.load(told)
     surroundings.enter()
@@ -284,7 +276,6 @@ def run_node(
         note: Gets the reason of such an end as well.
 
     Raises:
-        HandshakeError: the other side is not the learner, or has no place for this node.
         CollectorTimeout: there is no answer.
         SystemExit: one of ``signals`` came.
     """

@@ -101,7 +101,6 @@ class RemoteBackend(ABC, Generic[P]):
         """Post ``command``; if the worker is gone, `receive` says so, after its last messages.
 
         Raises:
-            ClosedError: after `stop`.
             WorkerDied: `receive` has said already that the worker is gone.
         """
         peer = self._peers.get(worker)
@@ -113,7 +112,6 @@ class RemoteBackend(ABC, Generic[P]):
         """Return the next reply of any worker; a rollout is in its window by then.
 
         Raises:
-            CollectorTimeout: none came within ``timeout`` seconds.
             WorkerDied: a worker is gone.
         """
         if self._arrived and (frame := self._next()) is not None:
@@ -135,9 +133,7 @@ class RemoteBackend(ABC, Generic[P]):
         """Forget ``peer``, which is gone; return the error that says so."""
         text = self._exit_reason(peer, reason)  # first: an interrupt must not lose the news
         self._drop(peer)
-        error = WorkerDied(f"worker {peer.index} {text}")
-        error.worker = peer.index
-        return error
+        return WorkerDied(f"worker {peer.index} {text}", worker=peer.index)
 
     def no_end_noticed(self) -> bool:
         """Return False: only `receive` can tell."""

@@ -93,7 +93,7 @@ def pickled_each(factories: Sequence[SourceFactory]) -> list[bytes]:
     """Return the factory of every worker as bytes.
 
     Raises:
-        ConfigError: see `pickled`; or there is no memory for all of them, here and in the workers.
+        ConfigError: one cannot be sent, or there is no memory for all of them, here and in workers.
     """
     first = pickled(0, factories[0])
     count = len(factories)
@@ -109,11 +109,7 @@ def pickled_each(factories: Sequence[SourceFactory]) -> list[bytes]:
 
 
 def pickled(worker: int, factory: SourceFactory) -> bytes:
-    """Return ``factory`` as bytes, with the Gymnasium environments registered here.
-
-    Raises:
-        ConfigError: something in it cannot be sent; names the argument and the attribute.
-    """
+    """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
         return _dump(Registering(registrations(_dump), factory))
     except Exception as err:  # of the user's objects

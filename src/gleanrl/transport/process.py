@@ -130,21 +130,12 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
 
         It is started once that of ``worker`` has certainly ended, because both write the same
         memory. Once it has built its environments, `receive` returns its `Ready`; else `receive`
-        raises `WorkerDied`.
-
-        Args:
-            worker: Its index; it was ended.
-            life: How many were lost before the new one.
-            delay: Seconds before it is started.
+        raises `WorkerDied`. Arguments as in `NetworkBackend.replace`.
         """
         self._due[worker] = monotonic() + delay, life
 
     def _look_after(self) -> float | None:
-        """Start replacements that are due, and end late ones; return the seconds until the next.
-
-        Raises:
-            WorkerDied: a replacement could not be started, or did not build its environments.
-        """
+        """Start replacements that are due, and end late ones; return the seconds until the next."""
         now = monotonic()
         for worker in [worker for worker, (due, _) in self._due.items() if due <= now]:
             _, life = self._due.pop(worker)
@@ -154,18 +145,15 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             try:
                 self._fork(worker, self._factories[worker], life)
             except (WorkerDied, CollectorTimeout, OSError) as err:
-                error = WorkerDied(f"worker {worker} was not replaced: {err}")
-                error.worker = worker
-                raise error from err
+                raise WorkerDied(f"worker {worker} was not replaced: {err}", worker=worker) from err
             self._building[worker] = Deadline(self._start_timeout)
         for worker, deadline in self._building.items():
             if deadline.expired:
-                error = WorkerDied(
+                raise WorkerDied(
                     f"the replacement of worker {worker} did not build its environments within "
-                    f"{self._start_timeout} s"
+                    f"{self._start_timeout} s",
+                    worker=worker,
                 )
-                error.worker = worker
-                raise error
         waits = [due - now for due, _ in self._due.values()]
         return min([*waits, *(one.left for one in self._building.values())], default=None)
 
@@ -187,7 +175,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             factory,
             self._threads,
             life,
-            surroundings=Surroundings.current(),
+            surroundings=Surroundings(),
             processors=None if self._affinity is None else self._affinity[worker],
         )
         with contextlib.suppress(ConnectionError):

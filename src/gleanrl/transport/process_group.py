@@ -75,9 +75,6 @@ class ProcessGroups:
         Args:
             kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
             timeout_s: Seconds that the learner waits for one transfer.
-
-        Raises:
-            ConfigError: an unknown kind, or one that this PyTorch or this machine does not have.
         """
         if kind not in KINDS:
             raise ConfigError(f"backend ({kind!r}) must be one of {', '.join(map(repr, KINDS))}")
@@ -101,7 +98,7 @@ class ProcessGroupPair:
         self._peer, self._in_place = 1 - rank, kind == "gloo"
         self._device = torch.device("cuda" if kind == "nccl" else "cpu")
         store, timeout = ConnectionStore(connection), timedelta(seconds=timeout_s)
-        self._group = _make(kind, store, rank, connection.own_address, timeout)
+        self._group = make_group(kind, store, rank, connection.own_address, timeout)
 
     def send(self, tensor: torch.Tensor) -> Transfer:
         moving = tensor.to(self._device)
@@ -135,7 +132,8 @@ class _GroupTransfer:
             self._wanted.copy_(self._moving)
 
 
-def _make(kind: str, store: ConnectionStore, rank: int, address: str, timeout: timedelta) -> Any:
+def make_group(kind: str, store: Any, rank: int, address: str, timeout: timedelta) -> Any:
+    """Return this side of a group of two, over the interface with ``address`` if it is gloo's."""
     # The constructors are what init_process_group calls; the stubs leave some of them out.
     c10d: Any = dist
     if kind == "gloo":

@@ -6,6 +6,7 @@ in the quickest way.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import traceback
@@ -46,31 +47,20 @@ class RayNode:
 
     def take(self) -> tuple[int, Array]:
         """Wait for the next tensor that the node sends; return its number and it."""
-        return _actor.number(), _actor.out.get().array()
+        return next(_numbers), _out.get().array()
 
     def give(self, number: int, refs: Sequence[Any]) -> None:
         """Receive the reference of the learner's tensor ``number``."""
-        with _actor.came:
-            _actor.given[number] = refs[0]
-            _actor.came.notify_all()
+        with _came:
+            _given[number] = refs[0]
+            _came.notify_all()
 
 
-class _Actor:
-    """The data that the threads of an actor share."""
-
-    def __init__(self) -> None:
-        self.out: queue.SimpleQueue[_OutTransfer] = queue.SimpleQueue()
-        self.taken = 0
-        self.given: dict[int, Any] = {}
-        self.came = threading.Condition()
-
-    def number(self) -> int:
-        self.taken += 1
-        return self.taken - 1
-
-
-_actor = _Actor()
-"""Of this process, if it is an actor."""
+# What the threads of this process share, if it is an actor.
+_out: queue.SimpleQueue[_OutTransfer] = queue.SimpleQueue()
+_numbers = itertools.count()
+_given: dict[int, Any] = {}
+_came = threading.Condition()
 
 
 class _OutTransfer:
@@ -106,12 +96,12 @@ class _InTransfer:
 
     @property
     def over(self) -> bool:
-        return self._number in _actor.given
+        return self._number in _given
 
     def finish(self) -> None:
-        with _actor.came:
-            _actor.came.wait_for(lambda: self.over)
-            reference = _actor.given.pop(self._number)
+        with _came:
+            _came.wait_for(lambda: self.over)
+            reference = _given.pop(self._number)
         # Copied, because Ray's are read-only and occupy its store while they are held.
         self._tensor.numpy()[:] = import_module("ray").get(reference)
 
@@ -124,7 +114,7 @@ class ActorPair:
 
     def send(self, tensor: torch.Tensor) -> Transfer:
         leaving = _OutTransfer(tensor)
-        _actor.out.put(leaving)
+        _out.put(leaving)
         return leaving
 
     def receive(self, tensor: torch.Tensor) -> Transfer:

@@ -88,11 +88,7 @@ session = Session()
 
 
 def _check_answers(given: str | None) -> None:
-    """Check that the cluster that Ray would join answers: Ray itself tries that for minutes.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that the cluster that Ray would join answers: Ray itself tries that for minutes."""
     address, source = known_cluster(given)
     problem = None if address is None else connection_problem(address)
     if problem is not None:
@@ -104,11 +100,7 @@ def _check_answers(given: str | None) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of an actor, one CPU by default.
-
-    Raises:
-        ConfigError: no mapping, or options that are not the user's to choose.
-    """
+    """Return options of an actor, one CPU by default."""
     if not isinstance(options, Mapping):
         raise ConfigError(f"remote_configs ({options!r:.100}) must be a mapping or a list of them")
     found = sorted(set(options) & set(_OURS))
@@ -262,11 +254,7 @@ class RayPair:
         return True
 
     def take(self, number: int) -> Array:
-        """Wait for tensor ``number`` of the actor's, and return it.
-
-        Raises:
-            RuntimeError: the actor is gone.
-        """
+        """Wait for tensor ``number`` of the actor's, and return it."""
         self.has_arrived(number, None)
         if number not in self._taken:
             raise RuntimeError(self._problem)

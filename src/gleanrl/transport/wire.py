@@ -298,12 +298,7 @@ class Channel:
             self.flush()
 
     def read(self) -> list[bytes]:
-        """Return the whole frames that have come, without waiting.
-
-        Raises:
-            EOFError: the other side is gone and every frame it sent was returned.
-            ForgedFrameError: the next thing that came is not from the other side.
-        """
+        """Return the whole frames that have come, without waiting."""
         frames: list[bytes] = []
         while not self._forged:
             try:

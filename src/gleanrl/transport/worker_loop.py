@@ -242,22 +242,16 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The properties of a process that may have changed since its zygote was started."""
+    """The properties of this process that may have changed since its zygote was started."""
 
-    environment: Mapping[str, str]
-    directory: str
-    path: tuple[str, ...]
-    authkey: bytes
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    directory: str = field(default_factory=os.getcwd)
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    authkey: bytes = field(default_factory=lambda: bytes(multiprocessing.current_process().authkey))
     """The key of `multiprocessing`, with which proxies of a user's manager connect."""
 
-    @classmethod
-    def current(cls) -> Surroundings:
-        """Return those of this process."""
-        authkey = bytes(multiprocessing.current_process().authkey)
-        return cls(dict(os.environ), os.getcwd(), tuple(sys.path), authkey)
-
     def enter(self) -> None:
-        """Make them those of this process."""
+        """Make them those of the process that this was sent to."""
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.directory)

@@ -16,6 +16,7 @@ import fcntl
 import gc
 import importlib
 import importlib.util
+import itertools
 import os
 import select
 import signal
@@ -66,7 +67,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.owner = os.getpid()
-        self._requested = 0
+        self._forks = itertools.count(1)
         self._replies: dict[tuple[bytes, int], int] = {}
         """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
@@ -98,20 +99,14 @@ class Zygote:
     def fork(self, fds: Sequence[int], timeout: float, what: bytes = WORKER) -> int:
         """Fork a worker that gets copies of ``fds``; return its process id.
 
-        Args:
-            fds: Descriptors for the forked process.
-            timeout: Seconds it may take.
-            what: `WORKER`, which serves this process over its first descriptor, or `NODE`, which
-                reads there where to go.
+        A `WORKER` serves this process over its first descriptor, a `NODE` reads there where to go.
 
         Raises:
             CollectorTimeout: the zygote did not answer in time.
-            WorkerDied: this process could not be started, or the zygote itself ended.
         """
         deadline = Deadline(timeout)
         with self._lock:
-            self._requested += 1
-            number = self._requested
+            number = next(self._forks)
             forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
                 self._request(what, number, fds)
@@ -263,9 +258,7 @@ def _inherited(stream: TextIO | None) -> int | None:
 def main(fd: int, owner: int = -1) -> None:
     """Import what workers need, then fork on request until the learner is gone.
 
-    Args:
-        fd: The connection to the learner.
-        owner: A descriptor that tells when the learner's process ends; -1 for none.
+    ``owner`` is a descriptor that tells when the learner's process ends; -1 for none.
     """
     for each in (fd, owner):
         if each >= 0:
@@ -295,9 +288,6 @@ def preload(*others: Callable[[], None]) -> None:
 
     The garbage collector is off meanwhile, because it would take a third of the time. Later
     collections leave out the imported objects, which saves time in workers, and pages in forks.
-
-    Args:
-        *others: Called as well: they import more.
     """
     package = importlib.import_module(_PRELOADED)
     gc.disable()

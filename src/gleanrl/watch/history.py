@@ -41,7 +41,6 @@ class Thinned:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        """Start empty."""
         self.every = 1
         """k: how many rows each one represents."""
         self._rows: list[tuple[float, ...]] = []
@@ -74,7 +73,6 @@ class History:
     """The figures of each batch."""
 
     def __init__(self) -> None:
-        """Begin now."""
         self.batches = Thinned()
         """When each came, the frames until then, and its policy lag."""
         self.episodes = Thinned()
@@ -82,13 +80,9 @@ class History:
         self.batches.add((monotonic(), 0, 0))
 
     def page(self, title: str, facts: Lines, stats: Stats, losses: Iterable[Any] = ()) -> Page:
-        """Return the page of a collection.
+        """Return the page of a collection with these ``stats("both")``.
 
-        Args:
-            title: The name of the collector.
-            facts: Further facts about it.
-            stats: Its ``stats("both")``.
-            losses: When (seconds since the epoch) which worker was lost, and why.
+        ``losses`` say when (seconds since the epoch) which worker was lost, and why.
         """
         seconds, frames, lag = self.batches.array().T
         seconds = seconds - seconds[0]

@@ -224,13 +224,9 @@ class Measures:
     def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all.
 
-        Those of one worker contain its frames, its rollouts and its policy version, too.
-
-        Args:
-            worker: Its index; ``None`` for all.
-            newest: Whether all batches count. Otherwise, numbers of the last two seconds will do:
-                adding up batches takes another thread three times as long as the one that collects,
-                which has them in its caches.
+        Those of one worker contain its frames, its rollouts and its policy version, too. If not all
+        batches need to count (``newest``), numbers of the last two seconds will do: adding them up
+        takes another thread three times as long as the one that collects, and has them cached.
         """
         with self._lock:
             if newest or not self._newest or monotonic() - self._settled > _RECENT_S:

@@ -68,14 +68,9 @@ class Display:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to show ``total`` things; lines come at least ``every_s`` seconds apart.
+        """Prepare to show ``total`` things (``None``: not known) on standard error by default.
 
-        Args:
-            label: The name of the task.
-            total: How much of it there is; ``None`` if that is not known.
-            every_s: Seconds between two lines where there is no terminal.
-            console: Standard error by default.
-            clock: Returns seconds.
+        Without a terminal, lines come at least ``every_s`` seconds apart.
         """
         console = Console(stderr=True) if console is None else console
         self._live: Live | None = None
@@ -112,13 +107,9 @@ class Display:
         return self._clock() >= self._due
 
     def show(self, done: float, text: str, line: str | None = None, *, last: bool = False) -> None:
-        """Say that ``done`` are done.
+        """Show ``text`` next to the bar; without a terminal ``line``, after the label.
 
-        Args:
-            done: How many of ``total``.
-            text: The text next to the bar.
-            line: The text after the label where there is no terminal; nothing by default.
-            last: Whether nothing will follow: it is shown in any case.
+        If nothing will follow (``last``), it is shown in any case.
         """
         if self._live is None and line is None:
             return
@@ -172,12 +163,10 @@ class Progress:
         self._thread.start()
 
     def follow(self, facts: Callable[[bool], Mapping[str, Any]], total: int | None) -> None:
-        """Show the results of ``facts`` from now on.
+        """Show the results of ``facts`` from now on, of a collection of ``total`` frames.
 
-        Args:
-            facts: Returns some entries of ``stats()`` and ``"busy"``, whether a batch is awaited.
-                Its argument tells whether they are the last; others may be a little old.
-            total: Frames in all.
+        They are entries of ``stats()`` and ``"busy"``, whether a batch is awaited. The argument
+        tells whether they are the last; others may be a little old.
         """
         self._display.total, self._facts = total, facts
 
@@ -220,10 +209,7 @@ def describe(
 ) -> tuple[str, str]:
     """Describe progress: for use next to a bar if there is a ``total``, and as a line of text.
 
-    Args:
-        facts: Some entries of ``stats()``.
-        total: Frames in all.
-        last: Whether the rate is that of the whole collection, not the current one.
+    The ``last`` rate is that of the whole collection, others are current ones.
     """
     frames = facts["frames"]
     many = f"{frames:,}" + (f"/{total:,} frames ({frames / total:.0%})" if total else " frames")

@@ -7,7 +7,7 @@ import threading
 import traceback
 import weakref
 from time import monotonic
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from gleanrl.core.options import warn
@@ -26,12 +26,12 @@ class StackWatch:
     def __init__(self, seconds: float) -> None:
         """Warn after ``seconds``, or up to an eighth later."""
         self._seconds = seconds
-        self._call = _Call()
+        self._call = _call()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         if self._thread is None or not self._thread.is_alive():  # a fork has no threads
-            self._call = call = _Call()
+            self._call = call = _call()
             self._thread = threading.Thread(target=_watch, args=(call, self._seconds), daemon=True)
             self._thread.start()
             weakref.finalize(self, call.ended.set).atexit = False
@@ -41,17 +41,12 @@ class StackWatch:
         self._call.at = None
 
 
-class _Call:
-    """The call that is watched."""
-
-    def __init__(self) -> None:
-        self.at: tuple[int, float] | None = None
-        """Its thread, and when it began; ``None`` between calls."""
-        self.ended = threading.Event()
-        """Whether there will be no further call."""
+def _call() -> SimpleNamespace:
+    """Return a call to watch: its thread and when it began, if it runs; and whether all ended."""
+    return SimpleNamespace(at=None, ended=threading.Event())
 
 
-def _watch(call: _Call, seconds: float) -> None:
+def _watch(call: SimpleNamespace, seconds: float) -> None:
     warned: Any = None
     while not call.ended.wait(seconds / _LOOKS):
         at = call.at

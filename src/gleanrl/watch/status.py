@@ -114,7 +114,6 @@ def _living(folder: Path) -> list[Path]:
     """Return the files of processes that are alive; remove those of processes that ended.
 
     Raises:
-        StatusError: the folder is not this user's alone.
         OSError: it cannot be used.
     """
     status = folder.lstat()

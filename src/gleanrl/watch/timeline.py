@@ -48,13 +48,10 @@ class Timeline:
         self._shifts: dict[int, float] = {}
         self._loaded: list[int | None] = [None] * workers
         self._pid = os.getpid()
-        self._file.write("[\n" + self._name("process_name", 0, title))
+        self._file.write("[\n" + self._meta("process_name", 0, {"name": title}))
         for tid, name in enumerate(["learner", *(f"worker {i}" for i in range(workers))]):
-            self._file.write(self._name("thread_name", tid, name))
+            self._file.write(self._meta("thread_name", tid, {"name": name}))
             self._file.write(self._meta("thread_sort_index", tid, {"sort_index": tid}))
-
-    def _name(self, kind: str, tid: int, name: str) -> str:
-        return self._meta(kind, tid, {"name": name})
 
     def _meta(self, kind: str, tid: int, args: Mapping[str, object]) -> str:
         event = {"ph": "M", "name": kind, "pid": self._pid, "tid": tid, "ts": 0, "args": args}

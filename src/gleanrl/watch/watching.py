@@ -64,13 +64,7 @@ class Watching:
             raise
 
     def begin(self, engine: Engine, budget: Budget, status: Callable[[], Status]) -> None:
-        """Begin: the workers are up.
-
-        Args:
-            engine: They are its workers.
-            budget: The frames that have been and will be collected.
-            status: Returns what `status` does.
-        """
+        """Begin: the workers of ``engine`` are up. ``status`` returns what `status` does."""
         self._engine, self._budget, self._started = engine, budget, time.time()
         self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
         self.measures = Measures(engine.workers)
@@ -100,13 +94,9 @@ class Watching:
     def gathered(
         self, reports: Rollouts, version: int, requested: float, status: Callable[[], Status]
     ) -> None:
-        """Take in a batch.
+        """Take in a batch, which the learner had ``requested`` at that time.
 
-        Args:
-            reports: Of its rollouts, by worker.
-            version: The newest policy version.
-            requested: When the learner requested it.
-            status: Returns what `status` does.
+        ``reports`` are those of its rollouts, by worker; ``version`` is the newest policy version.
         """
         now = self.measures.add(reports, version, requested)
         for watcher in self._watchers:

@@ -48,11 +48,7 @@ def planned(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
 
 
 def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
-    """Check shapes against the plan.
-
-    Raises:
-        WeightsError: one that is not the plan's.
-    """
+    """Check shapes against the plan."""
     if len(tensors) != len(ref.entries):
         raise WeightsError(f"{len(tensors)} tensors for {len(ref.entries)} entries")
     for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):

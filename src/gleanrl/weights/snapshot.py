@@ -29,9 +29,6 @@ def weights_of(source: Any) -> Weights:
     Args:
         source: A module (parameters, all buffers, extra state), a `TensorDict` of weights (nested
             by module, as `TensorDict.from_module` makes it), or a state dict.
-
-    Raises:
-        WeightsError: anything else.
     """
     if isinstance(source, nn.Module):
         return module_weights(source)
@@ -54,11 +51,7 @@ def by_worker(source: Any) -> bool:
 
 
 def module_weights(module: nn.Module) -> Weights:
-    """Return parameters, buffers (non-persistent ones too) and extra state of ``module``.
-
-    Raises:
-        WeightsError: a Lazy layer has not made its parameters yet.
-    """
+    """Return parameters, buffers (non-persistent ones too) and extra state of ``module``."""
     weights: Weights = {}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):

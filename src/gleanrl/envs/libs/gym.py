@@ -132,7 +132,6 @@ def make_tensordict_env(
 
     Raises:
         UnknownEnvError: an id that is not registered.
-        ConfigError: something else was made, or not a Gymnasium environment with ``storing``.
     """
     made, storing = build(factory, kwargs), storing or GymOptions()
     if isinstance(made, gym.Env) and not is_tensordict_env(made):
@@ -150,11 +149,7 @@ class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
     """Repeats every action and adds the rewards up; stops at the end of the episode."""
 
     def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
-        """Repeat actions ``times`` times.
-
-        Raises:
-            ConfigError: ``times`` is not positive.
-        """
+        """Repeat actions ``times`` times."""
         if times < 1:
             raise ConfigError(f"frame_skip ({times}) must be at least 1")
         super().__init__(env)

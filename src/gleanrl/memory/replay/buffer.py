@@ -481,10 +481,8 @@ def to_user_index(storage: Storage, places: torch.Tensor, flat: bool = False) ->
     """Return slots (or flat places) as users see them: ``[n]``, or ``[n, 2]`` (step, env)."""
     if storage.ndim == 1:
         return places
-    envs = storage.envs
-    if not flat:
-        places = (places.unsqueeze(1) * envs + torch.arange(envs)).flatten()
-    return torch.stack([places.div(envs, rounding_mode="floor"), places % envs], 1)
+    places = places if flat else storage.frames_of(places)
+    return torch.stack([storage.slots_of(places), places % storage.envs], 1)
 
 
 def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:

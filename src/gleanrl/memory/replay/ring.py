@@ -143,11 +143,6 @@ class RingIndex:
         return self._h[first : first + _TABLE]
 
     @property
-    def overflow(self) -> int:
-        """Overflow places (see `SuccessorLinks`) that were ever needed."""
-        return int(self.table(0)[0])
-
-    @property
     def ready(self) -> bool:
         """Whether the layout of a row is known."""
         return bool(self._h[_SLOTS])

@@ -321,8 +321,7 @@ class Rows:
     def beyond(self, ring: RingIndex | None = None) -> list[torch.Tensor]:
         """Return the overflow places of each deduplicated field, then the frames of each stack.
 
-        Args:
-            ring: As many as its rows ever needed; by default, as many as there can be.
+        As many as the rows of ``ring`` ever needed; by default, as many as there can be.
         """
         begins = [0, *[self.frames] * len(self.frames_of)]
         ends = [ring and begin + int(ring.table(n)[0]) for n, begin in enumerate(begins)]
@@ -340,12 +339,7 @@ class Rows:
         return self.layout.nbytes * self.slots + used
 
     def parts(self, ring: RingIndex, take_room: TakeRoom) -> list[SuccessorLinks | FrameStore]:
-        """Return what stores the entries that are not stored as they are.
-
-        Args:
-            ring: The rows.
-            take_room: Reserves memory that was not needed from the beginning.
-        """
+        """Return what stores the entries that are not stored as they are."""
         parts: list[SuccessorLinks | FrameStore] = []
         if self.owners is not None:
             parts.append(SuccessorLinks(self, self.owners, ring, take_room))
@@ -366,9 +360,6 @@ def deduplicate(
         compact: ``False``, ``True`` for every entry that is larger than the link that replaces it,
             or root keys.
         stacks: Entries that are stacks of frames, with the number of frames.
-
-    Raises:
-        ConfigError: there are no such entries.
     """
     chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:

@@ -299,11 +299,7 @@ class PrioritizedSampler(Sampler):
         self._alpha = alpha
 
     def _with_alpha(self, raised: torch.Tensor, before: float, alpha: float) -> torch.Tensor:
-        """Return numbers raised to ``before`` as numbers raised to ``alpha``.
-
-        Raises:
-            ConfigError: all were made equal, or their sum might overflow.
-        """
+        """Return numbers raised to ``before`` as numbers raised to ``alpha``."""
         same = before == alpha or not raised.any()
         if not (0 <= alpha < math.inf and (same or before > 0)):
             raise ConfigError(
@@ -332,18 +328,14 @@ class PrioritizedSampler(Sampler):
             raise empty_error(storage)
 
         for _ in range(_TRIES // 2):
-            draw = draw_complete(storage, propose, count)
-            if draw is not None:
-                self._weigh(draw)
+            if (draw := draw_complete(storage, propose, count)) is not None:
+                chosen = self._tree.leaves.index_select(0, draw.index)
+                weight = chosen.div_(self._tree.smallest()).float().pow_(-self.beta)
+                draw.info = {"priority_weight": weight, "_weight": weight}
                 self._drawn.append((draw.index, storage.ring.next_number))
                 return draw
             self._drop(storage)
         raise empty_error(storage)
-
-    def _weigh(self, draw: Draw) -> None:
-        chosen = self._tree.leaves.index_select(0, draw.index)
-        weight = chosen.div_(self._tree.smallest()).float().pow_(-self.beta)
-        draw.info = {"priority_weight": weight, "_weight": weight}
 
     def _drop(self, storage: Storage) -> None:
         """Remove the priorities of incomplete rows (mostly of writers that died)."""

@@ -20,12 +20,7 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.options import check_int, read_device
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
-from gleanrl.memory.replay.ring import (
-    STEP,
-    Author,
-    RingIndex,
-    written_by,
-)
+from gleanrl.memory.replay.ring import STEP, Author, RingIndex, written_by
 from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,
@@ -502,9 +497,7 @@ class LazyMemmapStorage(LazyTensorStorage):
     Args:
         max_size: Frames to hold.
         scratch_dir: Directory of the file; the system's for temporary files by default.
-        ndim: As in `LazyTensorStorage`.
-        compact: As in `LazyTensorStorage`.
-        stacks: As in `LazyTensorStorage`.
+        ndim: As in `LazyTensorStorage`, like ``compact`` and ``stacks``.
     """
 
     def __init__(

@@ -52,11 +52,7 @@ __all__ = ["make_launcher", "serve_elsewhere", "submitit_delayed_launcher"]
 
 
 def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
-    """Return the launcher called ``name``, or ``name`` if it is one.
-
-    Raises:
-        ConfigError: an unknown name, or a missing package.
-    """
+    """Return the launcher called ``name``, or ``name`` if it is one."""
     if not isinstance(name, str):
         return name
     if name not in _LAUNCHERS:
@@ -69,11 +65,7 @@ def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) 
 
 
 def check_replaces(launcher: str | Launcher) -> None:
-    """Check that ``launcher`` can start nodes one by one later on.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that ``launcher`` can start nodes one by one later on."""
     for name, kind, why in (
         ("torchrun", TorchrunLauncher, "torchrun starts all ranks at once and ends with any"),
         ("submitit_delayed", DelayedLauncher, "its jobs were all submitted beforehand"),
@@ -86,11 +78,7 @@ def check_replaces(launcher: str | Launcher) -> None:
 
 
 def serve_elsewhere(name: str | Launcher, timeout_s: float) -> None:
-    """Be a node instead, in a process that was started as one.
-
-    Args:
-        name: As for `make_launcher`.
-        timeout_s: Seconds to wait for the address of the learner.
+    """Be a node instead, in a process that was started as one; see `serve_as_rank`.
 
     Raises:
         SystemExit: this process was a node, and its learner has ended.

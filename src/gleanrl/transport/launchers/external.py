@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,7 @@ class ManualLauncher:
     """
 
     def __init__(self, tell: Callable[[str], object] = sys.stderr.write) -> None:
-        """Print nothing yet.
-
-        Args:
-            tell: Gets the text with the commands; by default writes it to standard error.
-        """
+        """Print nothing yet; ``tell`` gets the text with the commands."""
         self._tell = tell
         self._file: Path | None = None
 
@@ -89,57 +84,28 @@ _STORE_LOOK_S = 0.05
 """Seconds between two looks into it."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
     """The environment variables that torchrun gives its processes."""
 
-    rank: int
-    size: int
-    """Ranks."""
-    local: bool
-    """Whether all are on this machine."""
-    host: str
-    port: int
-    kept: bool
-    """Whether torchrun keeps the store; else rank 0 does."""
-    attempt: str
-
-    @classmethod
-    def read(cls) -> _Job:
-        """Read the environment.
-
-        Raises:
-            ConfigError: torchrun did not write it.
-        """
-        env = os.environ
-        missing = [
-            name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env
-        ]
-        if missing:
+    def __init__(self) -> None:
+        env, needed = os.environ, ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+        if missing := [name for name in needed if name not in env]:
             raise ConfigError(
                 f"launcher='torchrun' is for scripts started by torchrun: {', '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not in the environment; run: torchrun "
                 "--nproc-per-node N script.py, with a rank more than there are nodes"
             )
-        size = int(env["WORLD_SIZE"])
-        return cls(
-            rank=int(env["RANK"]),
-            size=size,
-            local=env.get("LOCAL_WORLD_SIZE") == str(size),
-            host=env["MASTER_ADDR"],
-            port=int(env["MASTER_PORT"]),
-            kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
+        self.rank, self.size, self.port = (int(env[name]) for name in needed[:3])
+        self.host = env["MASTER_ADDR"]
+        self.local = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+        """Whether all ranks are on this machine."""
+        self.kept = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        """Whether torchrun keeps the store; else rank 0 does."""
+        self.attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-    @property
-    def learner_key(self) -> str:
-        """The key of the learner's address in the store."""
-        return f"gleanrl/{self.attempt}/learner"
-
-    def end_key(self, node: int) -> str:
-        """The key of the reason why a node ended in the store."""
-        return f"gleanrl/{self.attempt}/ended/{node}"
+    def key(self, name: str) -> str:
+        """Return a key of the store: of the learner's address, or of why a node ended."""
+        return f"gleanrl/{self.attempt}/{name}"
 
     def store(self, timeout_s: float) -> Any:
         """Connect to the store; rank 0 also keeps it if torchrun does not."""
@@ -163,7 +129,7 @@ class TorchrunLauncher:
         Raises:
             ConfigError: this process was not started by torchrun.
         """
-        self._job = _Job.read()
+        self._job = _Job()
         self._store: Any = None
 
     def address(self) -> str:
@@ -181,7 +147,7 @@ class TorchrunLauncher:
         notice = {"host": first.host, "port": first.port}
         if SECRET not in os.environ:
             notice["secret"] = first.secret.decode()
-        self._connected().set(self._job.learner_key, json.dumps(notice))
+        self._connected().set(self._job.key("learner"), json.dumps(notice))
 
     def _connected(self) -> Any:
         if self._store is None:
@@ -189,7 +155,7 @@ class TorchrunLauncher:
         return self._store
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        key, deadline = self._job.end_key(node), Deadline(timeout)
+        key, deadline = self._job.key(f"ended/{node}"), Deadline(timeout)
         store = self._connected()
         try:
             # Not `wait`, which prints a warning when its time is up.
@@ -208,21 +174,18 @@ class TorchrunLauncher:
 def serve_as_rank(timeout_s: float) -> None:
     """In any rank but 0, be a node until the learner ends; in rank 0 do nothing.
 
-    Args:
-        timeout_s: Seconds to wait for the address of rank 0.
+    The node waits ``timeout_s`` seconds for the address of rank 0.
 
     Raises:
-        SystemExit: in any rank but 0, when the learner has ended; its code is 0.
-        CollectorTimeout: rank 0 does not become a learner.
         ConfigError: this process was not started by torchrun.
     """
-    job = _Job.read()
+    job = _Job()
     if job.rank == 0:
         return
     node = job.rank - 1
     store = job.store(timeout_s)
     try:
-        notice = json.loads(store.get(job.learner_key))
+        notice = json.loads(store.get(job.key("learner")))
     except distributed.DistStoreError as err:
         raise CollectorTimeout(
             f"rank 0 has built no collector with launcher='torchrun' within {timeout_s:.0f} s "
@@ -236,9 +199,9 @@ def serve_as_rank(timeout_s: float) -> None:
             invitation,
             (signal.SIGTERM, signal.SIGINT) if main else (),
             f"rank {job.rank}: torchrun, or whoever runs it, ends the job",
-            functools.partial(store.set, job.end_key(node)),
+            functools.partial(store.set, job.key(f"ended/{node}")),
         )
     except Exception as err:
-        store.set(job.end_key(node), f"failed: {type(err).__name__}: {err}")
+        store.set(job.key(f"ended/{node}"), f"failed: {type(err).__name__}: {err}")
         raise
     raise SystemExit(0)

@@ -26,7 +26,7 @@ class LocalLauncher:
 
     def launch(self, invitations: Sequence[Invitation]) -> None:
         for invitation in invitations:
-            going = pickle.dumps((invitation, Surroundings.current()))
+            going = pickle.dumps((invitation, Surroundings()))
             # A pipe holds no more than 64 KB without a reader.
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)

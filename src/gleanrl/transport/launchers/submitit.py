@@ -71,9 +71,6 @@ class Jobs:
             conf: Parameters of `submitit.AutoExecutor`, over `JOB_DEFAULTS`; besides
                 ``cluster`` (``"slurm"``, ``"local"``, by default what is there) and ``folder``.
             what: The name of that argument, for messages.
-
-        Raises:
-            ConfigError: submitit is not installed, or something in ``conf`` cannot be.
         """
         self._submitit = imported("submitit", "submitit", _SUBMITTING)
         self._what = what
@@ -95,33 +92,20 @@ class Jobs:
                 )
         if "%" in str(self._parent):
             raise ConfigError(f"{what}['folder'] ({self._parent}) must have no % in it")
-        self._folder: Path | None = None
+        self.local = self.cluster == "local"
+        """Whether they run on this machine."""
         self._jobs: list[Any] = []
         self._ended: dict[int, str] = {}
         self._next_look = Deadline(0.0)
 
-    @property
-    def local(self) -> bool:
-        """Whether they run on this machine."""
-        return bool(self.cluster == "local")
-
-    def open(self) -> Path:
-        """Return the folder of the jobs, made at the first call.
-
-        Raises:
-            ConfigError: see `private_folder`.
-        """
-        if self._folder is None:
-            self._folder = private_folder(self._parent)
-        return self._folder
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of the jobs, made when it is first needed; see `private_folder`."""
+        return private_folder(self._parent)
 
     def submit(self, functions: Sequence[Callable[[], Any]]) -> int:
-        """Have every function called in a job of its own; return the index of the first.
-
-        Raises:
-            ConfigError: the scheduler does not take them.
-        """
-        folder, first = self.open(), len(self._jobs)
+        """Have every function called in a job of its own; return the index of the first."""
+        folder, first = self.folder, len(self._jobs)
         try:
             executor = self._submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             executor.update_parameters(**self._conf)
@@ -174,11 +158,7 @@ class Jobs:
         return f"{name} {told}" + (f"; the last line of its log is {tail!r}" if tail else "")
 
     def result(self, index: int, what: str) -> Any:
-        """Wait for the end of job ``index``, named ``what``; return what its function returned.
-
-        Raises:
-            WorkerDied: its function raised, or the job ended otherwise.
-        """
+        """Wait for the end of job ``index``, named ``what``; return what its function returned."""
         while (reason := self.outcome(index, _PAUSE_S)) is None:
             pass
         job = self._jobs[index]
@@ -226,11 +206,7 @@ def _has_result(job: Any) -> bool:
 
 
 def private_folder(parent: Path) -> Path:
-    """Make a new folder that only the user can read.
-
-    Raises:
-        ConfigError: it cannot be made there, or would not be private.
-    """
+    """Make a new folder that only the user can read."""
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -272,14 +248,7 @@ class SubmititLauncher:
     """Submits one job per node: to Slurm where there is one, else as processes of this machine."""
 
     def __init__(self, slurm_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Read parameters of the jobs.
-
-        Args:
-            slurm_kwargs: See `Jobs`.
-
-        Raises:
-            ConfigError: submitit is not installed, or a parameter cannot be.
-        """
+        """Read parameters of the jobs; see `Jobs`."""
         self._jobs = Jobs(slurm_kwargs, "slurm_kwargs")
         self._latest: dict[int, int] = {}
         """The latest job of each node; earlier jobs were of lost nodes."""
@@ -300,11 +269,7 @@ class SubmititLauncher:
 
 
 def _serve_in_job(invitation: Invitation) -> None:
-    """Be a node; runs in a job.
-
-    Raises:
-        SystemExit: the scheduler said that the job has to end, and the learner was told.
-    """
+    """Be a node; runs in a job, which ends by `SystemExit` if the scheduler says so."""
     environment = importlib.import_module("submitit").JobEnvironment()
     # submitit's signal announces the time limit, SIGTERM comes later or for other reasons.
     announced = getattr(signal, f"SIG{environment.USR_SIG}")
@@ -334,11 +299,7 @@ def write_invitations(folder: Path, invitations: Sequence[Invitation]) -> None:
 
 
 def await_invitation(folder: Path, node: int, timeout: float) -> Invitation | None:
-    """Wait for the invitation of ``node``; return ``None`` if the learner needs no such node.
-
-    Raises:
-        CollectorTimeout: the main job wrote none within ``timeout`` seconds.
-    """
+    """Wait for the invitation of ``node``; return ``None`` if the learner needs no such node."""
     deadline = Deadline(timeout)
     while True:
         # A file system on a network may show an old folder until it is listed, or half a file.
@@ -382,11 +343,7 @@ class DelayedLauncher:
     """In a main job: invites the nodes that wait for it, once."""
 
     def __init__(self) -> None:
-        """Find the nodes.
-
-        Raises:
-            ConfigError: this process is not a main job, or another collector has its nodes.
-        """
+        """Find the nodes."""
         if _main_job is None:
             raise ConfigError(
                 "launcher='submitit_delayed' is for collectors built in a function that "
@@ -479,7 +436,7 @@ class submitit_delayed_launcher:  # the name that users know
     def _run(self, main: Callable[[], R], job: Jobs, nodes: Jobs) -> R:
         """Submit everything, wait, and leave nothing running."""
         count, local, grace = self._count, job.local and nodes.local, 0.0
-        folder = job.open()
+        folder = job.folder
         # Pickled separately, because the job first needs to know where to import from.
         pickled, path = cloudpickle.dumps(main), tuple(sys.path)
         start = functools.partial(_run_main, pickled, path, folder, count, local, self._port)
