@@ -18,7 +18,7 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
-from gleanrl.envs.plain_state import pickled_parts, save_state
+from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
@@ -105,8 +105,7 @@ def save_to(
             if not collection.warned_of_episodes:
                 collection.warned_of_episodes = True
                 warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
-        pickled = sorted(set(pickled_parts(saved)))
-        facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
+        facts = {"collector": name, "workers": collection.engine.workers}
         checkpoints.write(path, facts, saved, keep, buffer)
 
 
