@@ -35,6 +35,7 @@ from gleanrl.collectors import state_files
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
+from gleanrl.memory import tensor_files
 from gleanrl.transport import handshake
 from gleanrl.transport.handshake import HandshakeError
 from tools import trials
@@ -353,6 +354,26 @@ def _kind(path: Path, chance: random.Random) -> None:
             file.truncate(_SPARSE)
 
 
+def _reseal(meta: Path) -> None:
+    """Have the checksums of a saved buffer fit its files and its description."""
+    tree = json.loads(meta.read_text())
+    for holder, key in [*_places(tree)]:
+        if key == "crc32":
+            path = meta.parent / tree["folder"] / holder["file"]
+            if path.is_file() and path.stat().st_size < _SPARSE:
+                holder[key] = zlib.crc32(path.read_bytes())
+    meta.write_bytes(tensor_files.sealed(json.dumps(tree).encode()))
+
+
+def flip(folder: Path, chance: random.Random) -> None:
+    """Flip one to three bits of one file, as a disk may."""
+    path = chance.choice([p for p in sorted(folder.rglob("*")) if p.is_file()])
+    data = bytearray(path.read_bytes())
+    for place in chance.sample(range(len(data)), chance.randint(1, 3)):
+        data[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
 def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
     """Damage one to three files of ``folder``, or put ``foreign`` ones in their place."""
     for _ in range(chance.choice([1, 1, 2, 3])):
@@ -393,9 +414,18 @@ def attempt(number: int, whole: Path) -> str:
     kind = kinds[number % len(kinds)]
     with tempfile.TemporaryDirectory(dir=whole.parent) as place:
         folder = shutil.copytree(kind, Path(place, kind.name))
-        damage(folder, foreign, chance)
+        flipped = kind.name.startswith(("buffer", "state")) and chance.random() < 0.25
+        if flipped:
+            flip(folder, chance)
+        else:
+            damage(folder, foreign, chance)
+            metas = [p for p in folder.rglob("meta.json") if p.is_file() and not p.is_symlink()]
+            for meta in metas if chance.random() < 0.7 else ():
+                with contextlib.suppress(Exception):  # it is no description any more
+                    _reseal(meta)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         said = read(folder, chance)
+        assert not flipped or said.startswith("refused"), f"a flipped bit was {said}"
         growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return said if growth <= MOST_GROWTH_KB else f"{trials.WRONG}takes {growth >> 10} MiB"
 
