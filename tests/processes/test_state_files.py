@@ -8,9 +8,9 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from resume_rig import AFTER, BEFORE, Odd, make, same, take
+from resume_rig import AFTER, BEFORE, Hidden, Odd, make, same, take
 
-from gleanrl import ConfigError
+from gleanrl import ConfigError, GleanError
 from gleanrl.collectors import Collector, MultiSyncCollector
 
 
@@ -171,3 +171,73 @@ def test_environments_that_cannot_continue_are_named_once_when_saved(tmp_path):
         with pytest.warns(UserWarning, match="will begin new episodes when the state is loaded"):
             collector.save(tmp_path / "state")
         collector.save(tmp_path / "state")
+
+
+# -- verify=True -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("wrappers", "one"), ("mujoco", "one"), ("next_step", "one"), ("walk", "sync")],
+)
+def test_a_state_is_verified_and_nothing_is_disturbed(tmp_path, kind, where):
+    with make(kind, where) as collector:
+        collector.set_seed(7)
+        take(collector, BEFORE)
+        collector.save(tmp_path / "before")
+        collector.save(tmp_path / "state", verify=True)
+        expected = take(collector, 2)
+    with make(kind, where) as other:
+        other.load(tmp_path / "before")
+        assert all(map(same, take(other, 2), expected))
+
+
+@pytest.mark.parametrize(
+    "collector", [Collector, lambda *a, **k: MultiSyncCollector(*a, num_workers=2, **k)]
+)
+def test_a_state_that_lacks_something_replaces_no_file(tmp_path, collector):
+    (tmp_path / "state").write_bytes(b"from before")
+    with collector(Hidden, frames_per_batch=20) as running:
+        running.next()
+        running.save(tmp_path / "other")
+        with pytest.raises(GleanError, match=r"worker 0 differs 16 .*next.reward.* / .*get_state"):
+            running.save(tmp_path / "state", verify=True)
+        assert running.next()["next", "reward"].max() == (19 if collector is not Collector else 39)
+    assert (tmp_path / "state").read_bytes() == b"from before"
+
+
+class Dies(gym.Wrapper):
+    """Ends its process if that is a copy of the one it was built in."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        self.process = os.getpid()
+
+    def step(self, action):
+        if os.getpid() != self.process:
+            os._exit(3)
+        return self.env.step(action)
+
+
+def test_a_copy_that_dies_is_named(tmp_path):
+    with Collector(Dies, frames_per_batch=20) as collector:
+        collector.next()
+        with pytest.raises(GleanError, match="cannot be checked: a copy of its process died"):
+            collector.save(tmp_path / "state", verify=True)
+        collector.next()
+    assert os.listdir(tmp_path) == []
+
+
+def test_environments_that_cannot_be_verified_are_refused_by_name(tmp_path):
+    central = {"inference": "central", "num_workers": 1}
+    with (
+        MultiSyncCollector("CartPole-v1", frames_per_batch=8, **central) as collector,
+        pytest.raises(ConfigError, match="not with inference='central'.*check_resume"),
+    ):
+        collector.save(tmp_path / "state", verify=True)
+    with (
+        Collector(gym.make("CartPole-v1"), frames_per_batch=8) as collector,
+        pytest.raises(ConfigError, match="built before: give an id or a function"),
+    ):
+        collector.save(tmp_path / "state", verify=True)
+    assert os.listdir(tmp_path) == []

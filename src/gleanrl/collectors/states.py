@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
+from gleanrl.envs.factory import is_built
 from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
+from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.transport.verifying import CHECK_TIMEOUT_S
 
 OF_ALL = (
     "frames",
@@ -37,6 +39,8 @@ OF_ALL = (
 """Entries that are not those of one worker."""
 _OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
+VERIFIED_STEPS = 16
+"""Steps by which `verify` compares a copy."""
 _ALL_BEGIN_ANEW = (
     "environments=False: all environments begin new episodes, with new random streams; partial "
     "trajectories and undelivered rollouts of the state are left out"
@@ -79,6 +83,36 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             "ready": list(map(save_state, collection.ready)),
             "ledger": collection.ledger_state(),
         }
+
+
+def verify(collection: Collection, allow_pickle: bool) -> None:
+    """Check that environments made anew, which load the present state, make the next steps alike.
+
+    Raises:
+        ConfigError: environments of this collector cannot be checked.
+        StateError: names a worker whose environments or policy do not continue exactly.
+    """
+    plan, engine = collection.plan, collection.engine
+    given = (env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn]))
+    reasons = {
+        "inference='central': check its environment by gleanrl.testing.check_resume": plan.central,
+        "nodes and Ray actors, whose processes have connections of other libraries": plan.remote,
+        "workers that write into a replay buffer": plan.fills,
+        "an environment that was built before: give an id or a function": any(map(is_built, given)),
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise ConfigError(f"verify=True steps copies in a copy of each process; not with {why}")
+    with engine.turn(None):
+        collection.settle()
+        alive = engine.alive
+        commands = {w: m.Verify(engine.place(w), VERIFIED_STEPS, allow_pickle) for w in alive}
+        for worker, found in engine.request_each(commands, 2 * CHECK_TIMEOUT_S).items():
+            if found is not None:
+                raise StateError(
+                    f"nothing was saved: a copy of worker {worker} {found}; keep all that steps "
+                    "change in attributes of plain data, or give the environment get_state() and "
+                    "set_state(state)"
+                )
 
 
 def save_to(
