@@ -1,6 +1,7 @@
 """States of collectors in files: complete or refused, never unpickled unless that is allowed."""
 
 import contextlib
+import copy
 import os
 import random
 import warnings
@@ -71,6 +72,12 @@ def test_a_write_that_fails_leaves_the_files_as_they_were(tmp_path, monkeypatch)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["state"]
         assert path.read_bytes() == before
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+    with small() as collector, pytest.raises(ConfigError, match="is a directory.*replay_buffer"):
+        collector.save(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +178,56 @@ def test_environments_that_cannot_continue_are_named_once_when_saved(tmp_path):
         with pytest.warns(UserWarning, match="will begin new episodes when the state is loaded"):
             collector.save(tmp_path / "state")
         collector.save(tmp_path / "state")
+
+
+JUNK = [
+    ("policy_state_dict", 3),
+    ("env_state_dict", None),
+    ("frames", 1.5),
+    ("iter", True),
+    ("life", "x"),
+    ("schedule", "x"),
+    ("statistics", {}),
+    ("ledger", [0]),
+    ("ledger/discards/reset", None),
+    ("trajectories/parts", ["x"]),
+    ("undelivered", [3]),
+    ("ready", ["x"]),
+    ("worker/streams/python", [3]),
+    ("worker/streams/actions", 3),
+    ("worker/tracker/age", 3),
+    ("worker/episodes/envs", 3),
+    ("worker/episodes/fresh", None),
+    ("worker/episodes/root/observation", 3),
+]
+
+
+def put(state, path, value):
+    *path, last = path.split("/")
+    for name in path:
+        state = state[name]
+    state[(last,) if last == "observation" else last] = value
+    return last
+
+
+def test_an_entry_of_another_type_is_named_and_changes_nothing():
+    with small() as collector, small() as other:
+        for one in (collector, other):
+            one.set_seed(3)
+            one.next()
+        for path, junk in JUNK:
+            state = copy.deepcopy(other.state_dict())
+            name = put(state, path, junk)
+            with pytest.raises(ConfigError, match=rf"\['?\(?'{name}'.* has another type"):
+                collector.load_state_dict(state)
+        assert same(collector.next(), other.next())
+    options = {"num_workers": 2, "frames_per_batch": 8}
+    with MultiSyncCollector("CartPole-v1", **options) as collector:
+        state = collector.state_dict()
+        put(state, "worker1/worker/streams/python", 3)
+        with pytest.raises(ConfigError, match="'worker1'.*'python'.* has another type"):
+            collector.load_state_dict(state)
+        collector.next()
 
 
 # -- verify=True -----------------------------------------------------------------------------------

@@ -650,7 +650,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 default, 60 without workers.
             close_env: ``False`` leaves environments that you passed open. With workers only
                 ``True``, because their environments end with their process.
-            raise_on_error: Raise the exception of an environment's ``close``.
+            raise_on_error: Raise the exception of an environment's ``close``, or the error that
+                ended collection in the background, unless another call has raised that.
         """
         if self._preemption is None:
             self._shutdown(timeout, close_env, raise_on_error)
@@ -687,7 +688,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._background.join(1.0)  # it has nothing left to do
             if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
                 self._closing.detach()
-        if failure is not None and raise_on_error:
+        if failure is not None and raise_on_error and not self._background.error_raised:
             raise failure
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.collection import Collection
+from gleanrl.collectors.state_types import check_types
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
 from gleanrl.core.options import warn
@@ -21,7 +22,7 @@ from gleanrl.engine.replacing import reseeded
 from gleanrl.envs.factory import is_built
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor
-from gleanrl.envs.state_loading import load_state
+from gleanrl.envs.state_loading import load_batch, load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S
 
@@ -188,7 +189,7 @@ def _rollout_state(rollout: Undelivered) -> dict[str, Any]:
 def _rollout(state: Mapping[str, Any]) -> Undelivered:
     ended = as_bytes(state["ended"])
     report = m.Report(state["steps"], state["frames"], state["version"], ended=ended)
-    return state["worker"], report, load_state(None, state["batch"])
+    return state["worker"], report, load_batch(state["batch"])
 
 
 def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str, Any]:
@@ -290,6 +291,7 @@ def _read(
 ) -> _Parts:
     """Read and check a state; nothing changes."""
     engine, weights = collection.engine, collection.weights
+    check_types(state_dict)
     if not environments:
         state_dict = _without_environments(state_dict, engine)
     entries = _entries_of(state_dict, engine.workers, strict)

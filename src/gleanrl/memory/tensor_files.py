@@ -147,7 +147,7 @@ class TensorFile(Field):
         if not nbytes:
             return torch.empty(shape, dtype=self.dtype)
         data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-        if self.checksum is not None and zlib.crc32(memoryview(data.numpy())) != self.checksum:
+        if self.checksum is not None and _checksum(data) != self.checksum:
             raise TensorFileError(f"{path} is damaged: its checksum differs")
         return data.view(self.dtype).view(shape)
 
@@ -174,9 +174,14 @@ def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFi
         OSError: the disk is full.
     """
     data = tensor.detach().cpu().contiguous()
-    raw = memoryview(data.reshape(-1).view(torch.uint8).numpy())
-    write_new(directory / file, raw, sync=False)
-    return TensorFile(key, tuple(data.shape), data.dtype, file, zlib.crc32(raw))
+    raw = data.reshape(-1).view(torch.uint8)
+    write_new(directory / file, raw.numpy(), sync=False)
+    return TensorFile(key, tuple(data.shape), data.dtype, file, _checksum(raw))
+
+
+def _checksum(data: torch.Tensor) -> int:
+    raw: Any = data.numpy()
+    return zlib.crc32(raw)
 
 
 def sealed(text: bytes) -> bytes:
