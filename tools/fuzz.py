@@ -1,4 +1,4 @@
-"""Damages states of collectors, replay buffers and datasets, and watches how they are read.
+"""Damages states of collectors, replay buffers, datasets and messages; watches how they are read.
 
 ``python -m tools.fuzz --cases 2000 --seed 0`` makes one of each kind, and damages a copy in one to
 three ways for every case. A process of its own reads it. That process must end within the deadline
@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -32,11 +33,12 @@ from tensordict import TensorDict
 
 import gleanrl
 from gleanrl.collectors import state_files
+from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
 from gleanrl.memory import tensor_files
-from gleanrl.transport import handshake
+from gleanrl.transport import handshake, wire
 from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
@@ -108,6 +110,8 @@ def make_all(folder: Path) -> None:
         buffer.dumps(folder / f"buffer {name}")
     (folder / "greeting").mkdir()
     (folder / "greeting" / "said").write_bytes(bytes(range(1, 69)))
+    (folder / "messages").mkdir()
+    (folder / "messages" / "said").write_bytes(_recorded(_FRAMES))
     with _collector(_buffers()["rows"]()) as collector:
         collector.next()
         (folder / "state").mkdir()
@@ -136,6 +140,94 @@ def _greet(path: Path) -> str:
         except HandshakeError as err:
             return f"refused ({err})"
     raise AssertionError("a stranger was let in")
+
+
+_KEY = b"k" * 32
+_FRAMES = [bytes([number]) * (37 * number**2) for number in range(1, 9)]
+_PICKLED = b"P" + struct.pack("=qi", 5, 0)
+
+
+def _recorded(frames: list[bytes]) -> bytes:
+    """Return what one side of an authenticated connection sends."""
+    one, other = socket.socketpair()
+    with other:
+        channel = wire.Channel(one, (_KEY, _KEY))
+        for frame in frames:
+            channel.send(frame)
+        channel.close()
+        return b"".join(iter(partial(other.recv, 1 << 16), b""))
+
+
+def _records(path: Path, chance: random.Random) -> None:
+    """Repeat, drop, exchange or cut whole records of a connection."""
+    data, records = path.read_bytes(), []
+    while data:
+        size = 20 + int.from_bytes(data[:4], "little")
+        records.append(data[:size])
+        data = data[size:]
+    place, other = chance.sample(range(len(records)), 2)
+    what = chance.choice(["repeat", "drop", "exchange", "cut", "length"])
+    if what == "repeat":
+        records.insert(other, records[place])
+    elif what == "exchange":
+        records[place], records[other] = records[other], records[place]
+    elif what == "cut":
+        records[place] = records[place][: chance.randrange(len(records[place]))]
+    elif what == "length":
+        records[place] = chance.randbytes(4) + records[place][4:]
+    else:
+        del records[place]
+    path.write_bytes(b"".join(records))
+
+
+def _hear(path: Path, chance: random.Random) -> str:
+    """Hear what is at ``path`` on an authenticated connection: a beginning of what was sent."""
+    said = b""
+    with contextlib.suppress(OSError):
+        said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
+    mine, stranger = socket.socketpair()
+    with stranger:
+        stranger.sendall(said[:60_000])
+        stranger.shutdown(socket.SHUT_WR)
+        channel, heard = wire.Channel(mine, (_KEY, _KEY)), []
+        try:
+            while True:
+                heard += channel.wait()
+        except (EOFError, wire.ForgedFrameError) as err:
+            result = type(err).__name__
+        channel.close()
+    assert heard == _FRAMES[: len(heard)], "a message was taken that was not sent"
+    for _ in range(100):
+        _understand(_nonsense(chance))
+    return f"heard, and then refused ({result})"
+
+
+def _nonsense(chance: random.Random) -> bytes:
+    """Return a message with the right authentication that nobody sends."""
+    report = m.Report(4, 8, 1)
+    replies: list[m.Reply] = [m.Rolled(0, 5, report), m.Done(0, 5, None), m.Begun(0, 5)]
+    frame = bytearray(wire.frame_of(chance.choice(replies)))
+    what = chance.choice(["noise", "cut", "odd", "kind"])
+    if what == "noise":  # without what has pickle reserve memory
+        noise = chance.randbytes(chance.randrange(200)).translate(None, b"pr")
+        return chance.choice([b"", b"R", b"P", b"C", _PICKLED]) + noise
+    if what == "odd":
+        return _PICKLED + pickle.dumps(chance.choice([*_ODD, *replies]))
+    if what == "kind":
+        frame[0] = chance.randrange(256)
+    return bytes(frame[: chance.randrange(len(frame) + 1)])
+
+
+def _understand(frame: bytes) -> None:
+    """Read a message as a learner and as a node do; it is named, or is a reply of worker 0."""
+    with contextlib.suppress(wire.ForgedFrameError):
+        wire.check_reply(frame, 0)
+        reply = wire.reply_in(frame)
+        assert isinstance(reply, m.Reply)
+        assert (reply.ticket, reply.worker) == wire.head_of(frame)
+    with contextlib.suppress(struct.error):  # which ends the node, with this word
+        _, command = wire.CommandReader(0).read(frame)
+        assert isinstance(command, m.Command | m.Failed)
 
 
 def _collector(buffer: gleanrl.ReplayBuffer) -> gleanrl.Collector:
@@ -185,6 +277,22 @@ def _contents(buffer: gleanrl.ReplayBuffer) -> list[Any]:
     return sorted(flat, key=repr)
 
 
+def _read_dataset(path: Path, chance: random.Random) -> str:
+    """Load a dataset, and convert it."""
+    try:
+        data = gleanrl.load_dataset(path)
+    except GleanError as err:
+        return f"refused ({type(err).__name__})"
+    assert all(len(value) == len(data) for value in data.values())
+    data.clone()
+    try:
+        format = chance.choice(["tensordict", "parquet", "minari"])
+        gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
+    except GleanError as err:
+        return f"read, not converted ({type(err).__name__})"
+    return "read, converted"
+
+
 def read(path: Path, chance: random.Random) -> str:
     """Read what is at ``path``; return what became of it.
 
@@ -197,20 +305,11 @@ def read(path: Path, chance: random.Random) -> str:
         Exception: anything that is no error of this library.
     """
     if path.name.startswith("dataset"):
-        try:
-            data = gleanrl.load_dataset(path)
-        except GleanError as err:
-            return f"refused ({type(err).__name__})"
-        assert all(len(value) == len(data) for value in data.values())
-        data.clone()
-        try:
-            format = chance.choice(["tensordict", "parquet", "minari"])
-            gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
-        except GleanError as err:
-            return f"read, not converted ({type(err).__name__})"
-        return "read, converted"
+        return _read_dataset(path, chance)
     if path.name == "greeting":
         return _greet(path / "said")
+    if path.name == "messages":
+        return _hear(path / "said", chance)
     if path.name.startswith("state"):
         try:
             return _read_state(path / "state" if path.name == "state" else path, chance)
@@ -395,6 +494,9 @@ def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
             _kind(path, chance)
         else:
             try:
+                if path.parent.name == "messages" and chance.random() < 0.6:
+                    _records(path, chance)
+                    continue
                 if path.name == "state" and chance.random() < 0.7:
                     _seal(path, chance)
                     continue
