@@ -20,6 +20,7 @@ import stat
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -168,19 +169,23 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
-    """Write ``tensor`` to the new file ``file`` of ``directory``; `sync_tree` flushes it.
+    """Write ``tensor`` to the new file ``file`` of ``directory``.
 
     Raises:
         OSError: the disk is full.
     """
-    data = tensor.detach().cpu().contiguous()
-    raw = data.reshape(-1).view(torch.uint8)
-    write_new(directory / file, raw.numpy(), sync=False)
-    return TensorFile(key, tuple(data.shape), data.dtype, file, _checksum(raw))
+    data, path = tensor.detach().cpu().contiguous(), directory / file
+    write_new(path, data.reshape(-1).view(torch.uint8).numpy(), sync=False)
+    entry = TensorFile(key, tuple(data.shape), data.dtype, file)
+    # That of the file, because others may change the tensor; meanwhile the disk takes the file in.
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, entry.load(path))
+        _sync_file(path)
+    return TensorFile(key, entry.shape, entry.dtype, file, checksum.result())
 
 
 def _checksum(data: torch.Tensor) -> int:
-    raw: Any = data.numpy()
+    raw: Any = data.reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(raw)
 
 
@@ -332,17 +337,17 @@ def sync_tree(path: Path) -> None:
         for file in (Path(folder, name) for name in names):
             if not stat.S_ISREG(file.lstat().st_mode):
                 continue
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _sync_file(file)
         sync_directory(Path(folder))
 
 
 def sync_directory(path: Path) -> None:
     """Flush the names in a directory to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync_file(path, os.O_DIRECTORY)
+
+
+def _sync_file(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
     finally:
