@@ -522,6 +522,7 @@ def attempt(number: int, whole: Path) -> str:
         else:
             damage(folder, foreign, chance)
             metas = [p for p in folder.rglob("meta.json") if p.is_file() and not p.is_symlink()]
+            metas = [p for p in metas if p.stat().st_size < _SPARSE]
             for meta in metas if chance.random() < 0.7 else ():
                 with contextlib.suppress(Exception):  # it is no description any more
                     _reseal(meta)
