@@ -1,4 +1,4 @@
-"""Damages states of collectors, replay buffers and datasets, and watches how they are read.
+"""Damages states of collectors, replay buffers, datasets and messages; watches how they are read.
 
 ``python -m tools.fuzz --cases 2000 --seed 0`` makes one of each kind, and damages a copy in one to
 three ways for every case. A process of its own reads it. That process must end within the deadline
@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -32,10 +33,12 @@ from tensordict import TensorDict
 
 import gleanrl
 from gleanrl.collectors import state_files
+from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
-from gleanrl.transport import handshake
+from gleanrl.memory import tensor_files
+from gleanrl.transport import handshake, wire
 from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
@@ -107,6 +110,8 @@ def make_all(folder: Path) -> None:
         buffer.dumps(folder / f"buffer {name}")
     (folder / "greeting").mkdir()
     (folder / "greeting" / "said").write_bytes(bytes(range(1, 69)))
+    (folder / "messages").mkdir()
+    (folder / "messages" / "said").write_bytes(_recorded(_FRAMES))
     with _collector(_buffers()["rows"]()) as collector:
         collector.next()
         (folder / "state").mkdir()
@@ -135,6 +140,94 @@ def _greet(path: Path) -> str:
         except HandshakeError as err:
             return f"refused ({err})"
     raise AssertionError("a stranger was let in")
+
+
+_KEY = b"k" * 32
+_FRAMES = [bytes([number]) * (37 * number**2) for number in range(1, 9)]
+_PICKLED = b"P" + struct.pack("=qi", 5, 0)
+
+
+def _recorded(frames: list[bytes]) -> bytes:
+    """Return what one side of an authenticated connection sends."""
+    one, other = socket.socketpair()
+    with other:
+        channel = wire.Channel(one, (_KEY, _KEY))
+        for frame in frames:
+            channel.send(frame)
+        channel.close()
+        return b"".join(iter(partial(other.recv, 1 << 16), b""))
+
+
+def _records(path: Path, chance: random.Random) -> None:
+    """Repeat, drop, exchange or cut whole records of a connection."""
+    data, records = path.read_bytes(), []
+    while data:
+        size = 20 + int.from_bytes(data[:4], "little")
+        records.append(data[:size])
+        data = data[size:]
+    place, other = chance.sample(range(len(records)), 2)
+    what = chance.choice(["repeat", "drop", "exchange", "cut", "length"])
+    if what == "repeat":
+        records.insert(other, records[place])
+    elif what == "exchange":
+        records[place], records[other] = records[other], records[place]
+    elif what == "cut":
+        records[place] = records[place][: chance.randrange(len(records[place]))]
+    elif what == "length":
+        records[place] = chance.randbytes(4) + records[place][4:]
+    else:
+        del records[place]
+    path.write_bytes(b"".join(records))
+
+
+def _hear(path: Path, chance: random.Random) -> str:
+    """Hear what is at ``path`` on an authenticated connection: a beginning of what was sent."""
+    said = b""
+    with contextlib.suppress(OSError):
+        said = path.read_bytes() if path.is_file() and path.stat().st_size < _SPARSE else b""
+    mine, stranger = socket.socketpair()
+    with stranger:
+        stranger.sendall(said[:60_000])
+        stranger.shutdown(socket.SHUT_WR)
+        channel, heard = wire.Channel(mine, (_KEY, _KEY)), []
+        try:
+            while True:
+                heard += channel.wait()
+        except (EOFError, wire.ForgedFrameError) as err:
+            result = type(err).__name__
+        channel.close()
+    assert heard == _FRAMES[: len(heard)], "a message was taken that was not sent"
+    for _ in range(100):
+        _understand(_nonsense(chance))
+    return f"heard, and then refused ({result})"
+
+
+def _nonsense(chance: random.Random) -> bytes:
+    """Return a message with the right authentication that nobody sends."""
+    report = m.Report(4, 8, 1)
+    replies: list[m.Reply] = [m.Rolled(0, 5, report), m.Done(0, 5, None), m.Begun(0, 5)]
+    frame = bytearray(wire.frame_of(chance.choice(replies)))
+    what = chance.choice(["noise", "cut", "odd", "kind"])
+    if what == "noise":  # without what has pickle reserve memory
+        noise = chance.randbytes(chance.randrange(200)).translate(None, b"pr")
+        return chance.choice([b"", b"R", b"P", b"C", _PICKLED]) + noise
+    if what == "odd":
+        return _PICKLED + pickle.dumps(chance.choice([*_ODD, *replies]))
+    if what == "kind":
+        frame[0] = chance.randrange(256)
+    return bytes(frame[: chance.randrange(len(frame) + 1)])
+
+
+def _understand(frame: bytes) -> None:
+    """Read a message as a learner and as a node do; it is named, or is a reply of worker 0."""
+    with contextlib.suppress(wire.ForgedFrameError):
+        wire.check_reply(frame, 0)
+        reply = wire.reply_in(frame)
+        assert isinstance(reply, m.Reply)
+        assert (reply.ticket, reply.worker) == wire.head_of(frame)
+    with contextlib.suppress(struct.error):  # which ends the node, with this word
+        _, command = wire.CommandReader(0).read(frame)
+        assert isinstance(command, m.Command | m.Failed)
 
 
 def _collector(buffer: gleanrl.ReplayBuffer) -> gleanrl.Collector:
@@ -184,6 +277,22 @@ def _contents(buffer: gleanrl.ReplayBuffer) -> list[Any]:
     return sorted(flat, key=repr)
 
 
+def _read_dataset(path: Path, chance: random.Random) -> str:
+    """Load a dataset, and convert it."""
+    try:
+        data = gleanrl.load_dataset(path)
+    except GleanError as err:
+        return f"refused ({type(err).__name__})"
+    assert all(len(value) == len(data) for value in data.values())
+    data.clone()
+    try:
+        format = chance.choice(["tensordict", "parquet", "minari"])
+        gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
+    except GleanError as err:
+        return f"read, not converted ({type(err).__name__})"
+    return "read, converted"
+
+
 def read(path: Path, chance: random.Random) -> str:
     """Read what is at ``path``; return what became of it.
 
@@ -196,20 +305,11 @@ def read(path: Path, chance: random.Random) -> str:
         Exception: anything that is no error of this library.
     """
     if path.name.startswith("dataset"):
-        try:
-            data = gleanrl.load_dataset(path)
-        except GleanError as err:
-            return f"refused ({type(err).__name__})"
-        assert all(len(value) == len(data) for value in data.values())
-        data.clone()
-        try:
-            format = chance.choice(["tensordict", "parquet", "minari"])
-            gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
-        except GleanError as err:
-            return f"read, not converted ({type(err).__name__})"
-        return "read, converted"
+        return _read_dataset(path, chance)
     if path.name == "greeting":
         return _greet(path / "said")
+    if path.name == "messages":
+        return _hear(path / "said", chance)
     if path.name.startswith("state"):
         try:
             return _read_state(path / "state" if path.name == "state" else path, chance)
@@ -353,6 +453,26 @@ def _kind(path: Path, chance: random.Random) -> None:
             file.truncate(_SPARSE)
 
 
+def _reseal(meta: Path) -> None:
+    """Have the checksums of a saved buffer fit its files and its description."""
+    tree = json.loads(meta.read_text())
+    for holder, key in [*_places(tree)]:
+        if key == "crc32":
+            path = meta.parent / tree["folder"] / holder["file"]
+            if path.is_file() and path.stat().st_size < _SPARSE:
+                holder[key] = zlib.crc32(path.read_bytes())
+    meta.write_bytes(tensor_files.sealed(json.dumps(tree).encode()))
+
+
+def flip(folder: Path, chance: random.Random) -> None:
+    """Flip one to three bits of one file, as a disk may."""
+    path = chance.choice([p for p in sorted(folder.rglob("*")) if p.is_file()])
+    data = bytearray(path.read_bytes())
+    for place in chance.sample(range(len(data)), chance.randint(1, 3)):
+        data[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
 def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
     """Damage one to three files of ``folder``, or put ``foreign`` ones in their place."""
     for _ in range(chance.choice([1, 1, 2, 3])):
@@ -374,6 +494,9 @@ def damage(folder: Path, foreign: list[Path], chance: random.Random) -> None:
             _kind(path, chance)
         else:
             try:
+                if path.parent.name == "messages" and chance.random() < 0.6:
+                    _records(path, chance)
+                    continue
                 if path.name == "state" and chance.random() < 0.7:
                     _seal(path, chance)
                     continue
@@ -393,9 +516,19 @@ def attempt(number: int, whole: Path) -> str:
     kind = kinds[number % len(kinds)]
     with tempfile.TemporaryDirectory(dir=whole.parent) as place:
         folder = shutil.copytree(kind, Path(place, kind.name))
-        damage(folder, foreign, chance)
+        flipped = kind.name.startswith(("buffer", "state")) and chance.random() < 0.25
+        if flipped:
+            flip(folder, chance)
+        else:
+            damage(folder, foreign, chance)
+            metas = [p for p in folder.rglob("meta.json") if p.is_file() and not p.is_symlink()]
+            metas = [p for p in metas if p.stat().st_size < _SPARSE]
+            for meta in metas if chance.random() < 0.7 else ():
+                with contextlib.suppress(Exception):  # it is no description any more
+                    _reseal(meta)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         said = read(folder, chance)
+        assert not flipped or said.startswith("refused"), f"a flipped bit was {said}"
         growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return said if growth <= MOST_GROWTH_KB else f"{trials.WRONG}takes {growth >> 10} MiB"
 

@@ -1,11 +1,15 @@
 """Nodes that are lost: what goes on without them, and with those that take their place."""
 
 import functools
+import gc
 import os
+import pickle
 import signal
 import socket
+import struct
 import warnings
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import rig
@@ -428,3 +432,46 @@ def test_batches_that_the_user_keeps_while_a_worker_is_replaced_are_right(kind):
         second = len(steps) - steps[::-1].index(1) - 1
         assert lives == 1 + number
         assert steps == [*range(1, second + 1), *range(1, len(steps) - second + 1)]
+
+
+# -- messages that no node sends -------------------------------------------------------------------
+
+
+class Says(gym.Env):
+    """Has its node send a message of its own, with the right authentication, in its fifth step."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, message):
+        self.message, self.steps = message, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 5:
+            kinds = [one for one in gc.get_objects() if type(one).__name__ == "NodeConnection"]
+            kinds[0].send(self.message)
+        return np.full(1, self.steps, np.float32), 0.0, False, False, {}
+
+
+WORKER_1 = b"P" + struct.pack("=qi", 3, 1) + pickle.dumps(None)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"R", b"W", b"Knothing", b"L\xff", b"\xfe" * 99, WORKER_1], ids=repr
+)
+def test_a_node_that_sends_what_no_node_sends_is_let_go_of(message):
+    with nodes(functools.partial(Says, message), total_frames=80) as collector:
+        seen = []
+
+        def collect():
+            for batch in collector:
+                seen.extend(batch["next", "observation"].flatten().tolist())
+
+        with rig.in_time(2 * rig.LIMIT), pytest.raises(WorkerDied, match="what no node sends"):
+            collect()
+        assert seen == list(range(1, 1 + len(seen)))

@@ -6,15 +6,17 @@ It needs ``slurmctld`` and ``slurmd`` with some idle processors, and the right t
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import warnings
 
 import pytest
 import rig
+import torch
 from launch_rig import collect
 from node_rig import collect_for_ever
 
-from gleanrl import DistributedCollector, WorkerDied
+from gleanrl import Collector, DistributedCollector, WorkerDied
 from gleanrl.collectors.distributed import submitit_delayed_launcher
 
 pytestmark = [
@@ -140,3 +142,73 @@ def test_a_job_that_comes_to_its_time_limit_is_replaced(conf):
             slurm("scontrol", "update", f"job={jobs(conf['name'])[1]}", "TimeLimit=1")
 
         check_replaced(until_replaced(collector, limit))
+
+
+TRAIN = """
+import signal, sys, threading
+from pathlib import Path
+import torch
+from gleanrl import Collector, Preempted
+
+folder, told = Path(sys.argv[1]), threading.Event()
+state, learnt = folder / "state", []
+with Collector(
+    "CartPole-v1",
+    num_envs=2,
+    frames_per_batch=40,
+    total_frames=240,
+    preemption_path=state,
+    grace=25,
+) as collector:
+    saves = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *given: (saves(*given), told.set()))
+    collector.set_seed(1)
+    if state.exists():
+        learnt = torch.load(folder / "learnt")
+        collector.load(state)
+    try:
+        for batch in collector:
+            learnt.append(batch["observation"].clone())
+            if len(learnt) == 3 and not state.exists():
+                (folder / "reached").touch()
+                told.wait()
+    except Preempted:
+        torch.save(learnt, folder / "learnt")
+        raise
+torch.save(learnt, folder / "draft")
+(folder / "draft").rename(folder / "done")
+"""
+JOB = """#!/bin/bash
+#SBATCH --time=5 --signal=TERM@60 --requeue --open-mode=append --mem=1500
+srun {} train.py .
+if [ $? -eq 143 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    "end", [("scancel", "--signal=TERM"), ("scontrol", "requeue")], ids=["signal", "requeue"]
+)
+def test_a_learner_that_is_told_to_end_is_requeued_and_continues_bit_for_bit(end, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "job").write_text(JOB.format(sys.executable))
+    line = ["sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/log"]
+    job = slurm(*line, str(tmp_path / "job")).strip()
+    try:
+        rig.until((tmp_path / "reached").exists, 60)
+        slurm(*end, job)
+        rig.until(lambda: "PENDING" in slurm("squeue", "-h", "-j", job, "-o", "%T"), 60)
+        # Slurm waits for two minutes; a job that begins in the second of its end is refused.
+        slurm("scontrol", "update", f"job={job}", "StartTime=now+3")
+        rig.until((tmp_path / "done").exists, 60)
+    finally:
+        slurm("scancel", job)
+    expected = Collector("CartPole-v1", num_envs=2, frames_per_batch=40, total_frames=240)
+    with expected:
+        expected.set_seed(1)
+        batches = [batch["observation"].clone() for batch in expected]
+    found = torch.load(tmp_path / "done")
+    assert len(found) == 6
+    torch.testing.assert_close(found, batches, rtol=0, atol=0)
+    assert len(torch.load(tmp_path / "learnt")) == 3

@@ -162,6 +162,19 @@ class Odd(gym.Wrapper):
         self.when = 3 + 4j
 
 
+class Hidden(gym.Wrapper):
+    """Counts steps where no state shows them."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        steps = iter(range(1_000_000))
+        self.count = lambda: next(steps)
+
+    def step(self, action):
+        observation, _, *rest = self.env.step(action)
+        return observation, float(self.count()), *rest
+
+
 # -- the law ---------------------------------------------------------------------------------------
 
 BEFORE, AFTER = 3, 4

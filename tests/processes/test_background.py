@@ -351,10 +351,10 @@ def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     collector.start()
     rig.until(lambda: collector.stats()["failed"])
     assert not collector.stats()["running"]
-    with pytest.raises(ArithmeticError, match="in the simulator") as raised:
-        ASK[ask](collector)
-    assert isinstance(raised.value, WorkerError)
-    collector.shutdown(raise_on_error=False)
+    with collector:
+        with pytest.raises(ArithmeticError, match="in the simulator") as raised:
+            ASK[ask](collector)
+        assert isinstance(raised.value, WorkerError)
     collector.shutdown()  # it was raised: once is enough
     if len(rb):
         rows = rb[:]

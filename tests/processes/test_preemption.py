@@ -89,6 +89,8 @@ def test_arguments_that_could_not_be_kept_are_refused_at_once(tmp_path):
             small(path)
     with pytest.raises(ConfigError, match="must be a file"):
         small(tmp_path / "folder")
+    with pytest.raises(ConfigError, match="nothing can be written to /proc"):
+        small("/proc/state")
     errors = []
 
     def make():

@@ -1,6 +1,7 @@
 """States of collectors in files: complete or refused, never unpickled unless that is allowed."""
 
 import contextlib
+import copy
 import os
 import random
 import warnings
@@ -8,9 +9,9 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from resume_rig import AFTER, BEFORE, Odd, make, same, take
+from resume_rig import AFTER, BEFORE, Hidden, Odd, make, same, take
 
-from gleanrl import ConfigError
+from gleanrl import ConfigError, GleanError
 from gleanrl.collectors import Collector, MultiSyncCollector
 
 
@@ -71,6 +72,12 @@ def test_a_write_that_fails_leaves_the_files_as_they_were(tmp_path, monkeypatch)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["state"]
         assert path.read_bytes() == before
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+    with small() as collector, pytest.raises(ConfigError, match="is a directory.*replay_buffer"):
+        collector.save(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +178,123 @@ def test_environments_that_cannot_continue_are_named_once_when_saved(tmp_path):
         with pytest.warns(UserWarning, match="will begin new episodes when the state is loaded"):
             collector.save(tmp_path / "state")
         collector.save(tmp_path / "state")
+
+
+JUNK = [
+    ("policy_state_dict", 3),
+    ("env_state_dict", None),
+    ("frames", 1.5),
+    ("iter", True),
+    ("life", "x"),
+    ("schedule", "x"),
+    ("statistics", {}),
+    ("ledger", [0]),
+    ("ledger/discards/reset", None),
+    ("trajectories/parts", ["x"]),
+    ("undelivered", [3]),
+    ("ready", ["x"]),
+    ("worker/streams/python", [3]),
+    ("worker/streams/actions", 3),
+    ("worker/tracker/age", 3),
+    ("worker/episodes/envs", 3),
+    ("worker/episodes/fresh", None),
+    ("worker/episodes/root/observation", 3),
+]
+
+
+def put(state, path, value):
+    *path, last = path.split("/")
+    for name in path:
+        state = state[name]
+    state[(last,) if last == "observation" else last] = value
+    return last
+
+
+def test_an_entry_of_another_type_is_named_and_changes_nothing():
+    with small() as collector, small() as other:
+        for one in (collector, other):
+            one.set_seed(3)
+            one.next()
+        for path, junk in JUNK:
+            state = copy.deepcopy(other.state_dict())
+            name = put(state, path, junk)
+            with pytest.raises(ConfigError, match=rf"\['?\(?'{name}'.* has another type"):
+                collector.load_state_dict(state)
+        assert same(collector.next(), other.next())
+    options = {"num_workers": 2, "frames_per_batch": 8}
+    with MultiSyncCollector("CartPole-v1", **options) as collector:
+        state = collector.state_dict()
+        put(state, "worker1/worker/streams/python", 3)
+        with pytest.raises(ConfigError, match="'worker1'.*'python'.* has another type"):
+            collector.load_state_dict(state)
+        collector.next()
+
+
+# -- verify=True -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("wrappers", "one"), ("mujoco", "one"), ("next_step", "one"), ("walk", "sync")],
+)
+def test_a_state_is_verified_and_nothing_is_disturbed(tmp_path, kind, where):
+    with make(kind, where) as collector:
+        collector.set_seed(7)
+        take(collector, BEFORE)
+        collector.save(tmp_path / "before")
+        collector.save(tmp_path / "state", verify=True)
+        expected = take(collector, 2)
+    with make(kind, where) as other:
+        other.load(tmp_path / "before")
+        assert all(map(same, take(other, 2), expected))
+
+
+@pytest.mark.parametrize(
+    "collector", [Collector, lambda *a, **k: MultiSyncCollector(*a, num_workers=2, **k)]
+)
+def test_a_state_that_lacks_something_replaces_no_file(tmp_path, collector):
+    (tmp_path / "state").write_bytes(b"from before")
+    with collector(Hidden, frames_per_batch=20) as running:
+        running.next()
+        running.save(tmp_path / "other")
+        with pytest.raises(GleanError, match=r"worker 0 differs 16 .*next.reward.* / .*get_state"):
+            running.save(tmp_path / "state", verify=True)
+        assert running.next()["next", "reward"].max() == (19 if collector is not Collector else 39)
+    assert (tmp_path / "state").read_bytes() == b"from before"
+
+
+class Dies(gym.Wrapper):
+    """Ends its process if that is a copy of the one it was built in."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+        self.process = os.getpid()
+
+    def step(self, action):
+        if os.getpid() != self.process:
+            os._exit(3)
+        return self.env.step(action)
+
+
+def test_a_copy_that_dies_is_named(tmp_path):
+    with Collector(Dies, frames_per_batch=20) as collector:
+        collector.next()
+        with pytest.raises(GleanError, match="cannot be checked: a copy of its process died"):
+            collector.save(tmp_path / "state", verify=True)
+        collector.next()
+    assert os.listdir(tmp_path) == []
+
+
+def test_environments_that_cannot_be_verified_are_refused_by_name(tmp_path):
+    central = {"inference": "central", "num_workers": 1}
+    with (
+        MultiSyncCollector("CartPole-v1", frames_per_batch=8, **central) as collector,
+        pytest.raises(ConfigError, match="not with inference='central'.*check_resume"),
+    ):
+        collector.save(tmp_path / "state", verify=True)
+    with (
+        Collector(gym.make("CartPole-v1"), frames_per_batch=8) as collector,
+        pytest.raises(ConfigError, match="built before: give an id or a function"),
+    ):
+        collector.save(tmp_path / "state", verify=True)
+    assert os.listdir(tmp_path) == []

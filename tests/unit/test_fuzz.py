@@ -53,7 +53,7 @@ def nested_state(path):
     for _ in range(700):
         tree = {"a": tree}
     parts = {"folder": "data-" + "0" * 32, "storage": tree, "sampler": {}}
-    path.write_text(json.dumps({"format": "gleanrl replay buffer", "version": 2, **parts}))
+    path.write_text(json.dumps({"format": "gleanrl replay buffer", "version": 3, **parts}))
 
 
 DAMAGES = [fifo, circle, device, sparse, nested, nested_state]

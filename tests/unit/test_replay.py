@@ -456,3 +456,24 @@ def test_a_collector_fills_it():
     sample = rb.sample()
     assert sample["observation"].shape == (16, 4)
     assert (rb[sample["index"]]["observation"] == sample["observation"]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_numbers_are_stored_in_every_way(dtype):
+    number = torch.arange(8).unsqueeze(1).expand(8, 9)
+    flags = {"done": torch.arange(8).unsqueeze(1) % 3 == 2, "reward": number[:, :1].float()}
+    after = {"observation": (number + 1).to(dtype), **flags}
+    data = TensorDict({"observation": number.to(dtype), "next": after}, [8])
+    writer = TensorDictMaxValueWriter(("next", "reward"))
+    for storage, options in (
+        (LazyTensorStorage(8, compact=True), {}),
+        (LazyTensorStorage(4), {"writer": writer}),
+    ):
+        rb = ReplayBuffer(storage=storage, **options)
+        rb.extend(data[:4])
+        rb.extend(data[4:])
+        rows = rb[:]
+        assert rows["observation"].dtype == dtype
+        found = rows["next", "observation"].to(torch.int64)
+        assert (found == rows["observation"].to(torch.int64) + 1).all()
+        assert sorted(rows["next", "reward"].flatten().tolist()) == list(range(8))[-len(rows) :]

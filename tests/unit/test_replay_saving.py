@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -286,6 +287,12 @@ POISON = [
 ]
 
 
+def describe(path, meta, default=None):
+    """Replace the description of a dump by one whose checksum fits."""
+    text = json.dumps({**meta, "checksum": None}, default=default).encode()
+    (path / "meta.json").write_bytes(tensor_files.sealed(text))
+
+
 def put_into(path, part, entries):
     """Change the description of a dump; tensors become files of it."""
     meta = json.loads((path / "meta.json").read_text())
@@ -296,7 +303,7 @@ def put_into(path, part, entries):
         return tensor_files.save(path / meta["folder"], (name,), tensor, name).to_json()
 
     meta[part] |= entries
-    (path / "meta.json").write_text(json.dumps(meta, default=save))
+    describe(path, meta, save)
 
 
 @pytest.mark.parametrize("poison", POISON, ids=[f"{n}" for n in range(len(POISON))])
@@ -464,7 +471,7 @@ def damage_text(folder, meta):
 
 
 def damage_folder(folder, meta):
-    (folder / "meta.json").write_text(json.dumps({**meta, "folder": "../elsewhere"}))
+    describe(folder, {**meta, "folder": "../elsewhere"})
 
 
 def damage_size(folder, meta):
@@ -473,7 +480,7 @@ def damage_size(folder, meta):
 
 def damage_shape(folder, meta):
     meta["storage"]["tensors"][0]["shape"] = [2**62, 4]
-    (folder / "meta.json").write_text(json.dumps(meta))
+    describe(folder, meta)
 
 
 def damage_link(folder, meta):
@@ -488,7 +495,7 @@ def damage_pickle(folder, meta):
 
 def damage_layout(folder, meta):
     meta["storage"]["layout"] = meta["storage"]["layout"].replace("int64", "load")
-    (folder / "meta.json").write_text(json.dumps(meta))
+    describe(folder, meta)
 
 
 @pytest.mark.parametrize(
@@ -514,3 +521,37 @@ def test_damaged_files_are_refused_and_change_nothing(tmp_path, damage, monkeypa
         rb.loads(folder)
     assert rb[:]["number"].tolist() == [0, 1, 2]
     assert not (tmp_path / "sprung").exists()
+
+
+def test_every_bit_that_a_disk_flips_is_noticed(tmp_path):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(5),
+        sampler=PrioritizedSampler(5, 0.7, 0.5),
+        generator=torch.Generator(),
+    )
+    rb.extend(rows(0, 3))
+    rb.dumps(tmp_path)
+    draw = random.Random(5)
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    assert len(files) > 4
+    for path in files:
+        data = path.read_bytes()
+        for place in draw.sample(range(len(data)), min(24, len(data))):
+            changed = bytearray(data)
+            changed[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(changed)
+            with pytest.raises(ConfigError):
+                rb.loads(tmp_path)
+        path.write_bytes(data)
+    assert rb[:]["number"].tolist() == [0, 1, 2]
+    rb.loads(tmp_path)
+
+
+def test_a_dump_of_an_earlier_version_says_so(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend(rows(0, 3))
+    rb.dumps(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "version": 2}))
+    with pytest.raises(ConfigError, match="version 2"):
+        rb.loads(tmp_path)

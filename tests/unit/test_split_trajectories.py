@@ -183,3 +183,13 @@ def test_nested_rows_refuse_what_is_not_a_tensor():
     batch["word"] = NonTensorStack("a", "b", "c")
     with pytest.raises(ConfigError, match="as_nested cannot be set"):
         split_trajectories(batch, as_nested=torch.jagged)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool])
+def test_numbers_of_every_kind_are_padded(dtype):
+    batch = make_batch([0, 0, 1, 1, 1])
+    batch["kind"] = batch["observation"][:, 0].to(torch.int64).to(dtype)
+    rows = split_trajectories(batch)
+    assert rows["kind"].dtype == dtype
+    expected = rows["observation"][..., 0].to(torch.int64).to(dtype)
+    assert rows["kind"].tolist() == expected.tolist()

@@ -38,6 +38,8 @@ class Background:
         self._resting = False
         self._stopping = False
         self._error: BaseException | None = None
+        self.error_raised = False
+        """Whether `pause` has raised it."""
         self._thread = threading.Thread(target=self._run, name="gleanrl-collect", daemon=True)
         active(True)
         self._thread.start()
@@ -117,6 +119,7 @@ class Background:
                         f"what was being collected did not come to an end within {timeout} s"
                     )
             if self._error is not None:
+                self.error_raised = True
                 raise self._error
             yield
         finally:
@@ -207,8 +210,7 @@ class BackgroundFilling:
             RuntimeError: the collector was not started, or a hook or an environment of its own
                 asks for this.
         """
-        if self._engine.failure is not None:
-            raise self._engine.failure
+        self._engine.raise_failure()
         if self.thread is None or self._engine.closed:
             raise RuntimeError("pause() suspends what start() began; it is not running")
         if self.thread.inside:
@@ -235,6 +237,12 @@ class BackgroundFilling:
             except CollectorTimeout as err:
                 self._engine.failure = self._engine.failure or err
         return None if self._engine.closed else self._engine.failure
+
+    @property
+    def error_raised(self) -> bool:
+        """Whether a call has raised the error that ended collection."""
+        paused = self.thread is not None and self.thread.error_raised
+        return paused or self._engine.failure_raised
 
     def end(self, timeout: float) -> None:
         """End the thread, then the workers, even if the thread waits for a worker that hangs."""

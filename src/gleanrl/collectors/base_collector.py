@@ -33,6 +33,7 @@ from gleanrl.collectors.parts import method_of, property_of
 from gleanrl.collectors.preemption import Preemption
 from gleanrl.collectors.questions import Questions, QuestionsToWorkers
 from gleanrl.collectors.states import read_from, restore, save_to, state_of
+from gleanrl.collectors.states import verify as verify_state
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -472,6 +473,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         replay_buffer: bool = False,
         keep: int = 1,
         allow_pickle: bool = False,
+        verify: bool = False,
     ) -> None:
         """Write the `state_dict` to a file, without pickle.
 
@@ -485,10 +487,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
             keep: The number of states to keep: earlier ones are ``path.1``, ``path.2`` and so on;
                 in a directory ``path/state.1``, ``path/state.2``, each with its buffer.
             allow_pickle: Pickle objects of environments that cannot be saved in another way.
+            verify: First have new environments load the present state, and step them beside forked
+                copies of the present ones. Calls of the policy, and of hooks in workers, are made
+                in these copies. Environments must not talk to other processes.
 
         Raises:
-            ConfigError: there is no replay buffer of tensors to write.
+            ConfigError: there is no replay buffer of tensors to write; or the environments cannot
+                be verified.
             NeedsPickle: names such an object. Nothing was written.
+            StateError: names the first entry by which new environments differ. Nothing was written.
             OSError: the disk is full. Earlier files stay.
 
         Example:
@@ -507,6 +514,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         keep = check_int("keep", keep, least=1)
         buffer = check_saves(self.replay_buffer) if replay_buffer else None
         state = partial(self.state_dict, allow_pickle=allow_pickle)
+        if verify:
+            verify_state(self.collection, allow_pickle)
         save_to(self.collection, Path(path), type(self).__name__, state, keep, buffer)
 
     @for_users
@@ -643,7 +652,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 default, 60 without workers.
             close_env: ``False`` leaves environments that you passed open. With workers only
                 ``True``, because their environments end with their process.
-            raise_on_error: Raise the exception of an environment's ``close``.
+            raise_on_error: Raise the exception of an environment's ``close``, or the error that
+                ended collection in the background, unless another call has raised that.
         """
         if self._preemption is None:
             self._shutdown(timeout, close_env, raise_on_error)
@@ -680,7 +690,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._background.join(1.0)  # it has nothing left to do
             if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
                 self._closing.detach()
-        if failure is not None and raise_on_error:
+        if failure is not None and raise_on_error and not self._background.error_raised:
             raise failure
 
 

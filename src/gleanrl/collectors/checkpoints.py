@@ -48,11 +48,17 @@ def write(
     """Write a state to the file ``path``, or with a ``buffer`` to the directory ``path``.
 
     Raises:
-        ConfigError: the buffer holds a list of objects, or a file is in the place of the directory.
+        ConfigError: the buffer holds a list of objects, a file is in the place of the directory, or
+            a directory in that of the file.
         StateError: names a part of the state that cannot be written.
         OSError: the disk is full; earlier states stay.
     """
     if buffer is None:
+        if path.is_dir():
+            raise ConfigError(
+                f"{path} is a directory: give the path of a file in it; a directory is written by "
+                "save(..., replay_buffer=True)"
+            )
         state_files.write(path, {**facts, "buffer": None}, state, keep)
         return
     if path.is_file():

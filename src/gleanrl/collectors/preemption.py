@@ -6,6 +6,7 @@ import _thread
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -50,6 +51,13 @@ def check_preemption(path: Any, replay_buffer: Any) -> None:
             f"preemption_path ({path!r}) must be a {needed}, or nothing yet: states are saved in a "
             f"{needed} with{why} a ReplayBuffer"
         )
+    folder = target if os.path.isdir(target) else os.path.dirname(target)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as err:
+        raise ConfigError(
+            f"preemption_path ({path!r}): nothing can be written to {folder} ({err.strerror})"
+        ) from err
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "preemption_path= handles SIGTERM, which Python allows in the main thread only: make "

@@ -43,7 +43,7 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
 
     Args:
         path: The file; those that were there before are ``path.1``, ``path.2`` and so on.
-        facts: Part of the description: `read` returns them before anything else is looked at.
+        facts: Part of the description, which `read` returns with the places of pickled parts.
         state: Of a collector.
         keep: The number of files to keep, this one included.
 
@@ -54,7 +54,9 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
     writer = _Writer()
     described = writer.plain(state, "state")
     head = {"version": _VERSION, "library": __version__, **facts, "tensors": writer.entries}
-    text = json.dumps({**head, "state": described}, separators=(",", ":")).encode()
+    head["pickled"] = sorted(writer.pickled)
+    head["state"] = described
+    text = json.dumps(head, separators=(",", ":"), check_circular=False).encode()
     text += b" " * (-(len(_MAGIC) + _HEAD.size + len(text)) % _ALIGNMENT)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     checksum, size = zlib.crc32(text), len(text)
@@ -85,6 +87,9 @@ def _rotate(path: Path, keep: int) -> None:
         os.replace(copy, numbered[1])
 
 
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
 class _Writer:
     """Collects the tensors of a state while it turns the rest into JSON."""
 
@@ -93,20 +98,29 @@ class _Writer:
         """Dtype and shape of each tensor."""
         self.parts: list[memoryview] = []
         """Their bytes, and padding."""
+        self.pickled: set[str] = set()
+        """The places of everything in the state that was pickled."""
+        self._added: dict[int, tuple[int, torch.Tensor]] = {}
+        """Numbers by address, as models of a batch have one state; and the owners of these."""
 
     def plain(self, value: Any, at: str) -> Any:
         kind = type(value)
-        if kind in (type(None), bool, int, float, str):
-            return value
         if kind is list:
-            return [self.plain(item, f"{at}[{i}]") for i, item in enumerate(value)]
+            if len(value) == 4 and value[0] == "pickle" and isinstance(value[3], torch.Tensor):
+                self.pickled.add(str(value[2]))
+            return [part if type(part) in _SCALARS else self.plain(part, at) for part in value]
+        if kind in _SCALARS:
+            return value
         if isinstance(value, dict) and all(type(key) is str and key != _MARK for key in value):
-            return {key: self.plain(item, f"{at}[{key!r}]") for key, item in value.items()}
+            return {
+                key: part if type(part) in _SCALARS else self.plain(part, f"{at}[{key!r}]")
+                for key, part in value.items()
+            }
         return {_MARK: self._marked(value, at)}
 
     def _marked(self, value: Any, at: str) -> list[Any]:
         if type(value) is tuple:
-            return ["tuple", [self.plain(item, f"{at}[{i}]") for i, item in enumerate(value)]]
+            return ["tuple", self.plain(list(value), at)]
         if isinstance(value, dict):
             pairs = value.items()
             return ["dict", [[self.plain(k, at), self.plain(v, f"{at}[{k!r}]")] for k, v in pairs]]
@@ -115,12 +129,16 @@ class _Writer:
         return ["object", self.plain(save_state(value, at=at), at)]
 
     def _add(self, tensor: torch.Tensor) -> int:
+        if (added := self._added.get(id(tensor))) is not None:
+            return added[0]
+        number = len(self.entries)
+        self._added[id(tensor)] = number, tensor
         data = tensor.detach().cpu().contiguous()
         flat: Any = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
         raw = memoryview(flat)
         self.entries.append([tensor_files.dtype_name(data.dtype), list(data.shape)])
         self.parts += [raw, memoryview(bytes(-raw.nbytes % _ALIGNMENT))]
-        return len(self.entries) - 1
+        return number
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.collection import Collection
+from gleanrl.collectors.state_types import check_types
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
 from gleanrl.core.options import warn
@@ -18,10 +19,12 @@ from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
-from gleanrl.envs.plain_state import pickled_parts, save_state
-from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
-from gleanrl.envs.state_loading import load_state
+from gleanrl.envs.factory import is_built
+from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor
+from gleanrl.envs.state_loading import load_batch, load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.transport.verifying import CHECK_TIMEOUT_S
 
 OF_ALL = (
     "frames",
@@ -37,6 +40,8 @@ OF_ALL = (
 """Entries that are not those of one worker."""
 _OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
+VERIFIED_STEPS = 16
+"""Steps by which `verify` compares a copy."""
 _ALL_BEGIN_ANEW = (
     "environments=False: all environments begin new episodes, with new random streams; partial "
     "trajectories and undelivered rollouts of the state are left out"
@@ -81,6 +86,36 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
         }
 
 
+def verify(collection: Collection, allow_pickle: bool) -> None:
+    """Check that environments made anew, which load the present state, make the next steps alike.
+
+    Raises:
+        ConfigError: environments of this collector cannot be checked.
+        StateError: names a worker whose environments or policy do not continue exactly.
+    """
+    plan, engine = collection.plan, collection.engine
+    given = (env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn]))
+    reasons = {
+        "inference='central': check its environment by gleanrl.testing.check_resume": plan.central,
+        "nodes and Ray actors, whose processes have connections of other libraries": plan.remote,
+        "workers that write into a replay buffer": plan.fills,
+        "an environment that was built before: give an id or a function": any(map(is_built, given)),
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise ConfigError(f"verify=True steps copies in a copy of each process; not with {why}")
+    with engine.turn(None):
+        collection.settle()
+        alive = engine.alive
+        commands = {w: m.Verify(engine.place(w), VERIFIED_STEPS, allow_pickle) for w in alive}
+        for worker, found in engine.request_each(commands, 2 * CHECK_TIMEOUT_S).items():
+            if found is not None:
+                raise StateError(
+                    f"nothing was saved: a copy of worker {worker} {found}; keep all that steps "
+                    "change in attributes of plain data, or give the environment get_state() and "
+                    "set_state(state)"
+                )
+
+
 def save_to(
     collection: Collection,
     path: Path,
@@ -105,8 +140,7 @@ def save_to(
             if not collection.warned_of_episodes:
                 collection.warned_of_episodes = True
                 warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
-        pickled = sorted(set(pickled_parts(saved)))
-        facts = {"collector": name, "workers": collection.engine.workers, "pickled": pickled}
+        facts = {"collector": name, "workers": collection.engine.workers}
         checkpoints.write(path, facts, saved, keep, buffer)
 
 
@@ -155,7 +189,7 @@ def _rollout_state(rollout: Undelivered) -> dict[str, Any]:
 def _rollout(state: Mapping[str, Any]) -> Undelivered:
     ended = as_bytes(state["ended"])
     report = m.Report(state["steps"], state["frames"], state["version"], ended=ended)
-    return state["worker"], report, load_state(None, state["batch"])
+    return state["worker"], report, load_batch(state["batch"])
 
 
 def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str, Any]:
@@ -257,6 +291,7 @@ def _read(
 ) -> _Parts:
     """Read and check a state; nothing changes."""
     engine, weights = collection.engine, collection.weights
+    check_types(state_dict)
     if not environments:
         state_dict = _without_environments(state_dict, engine)
     entries = _entries_of(state_dict, engine.workers, strict)

@@ -137,6 +137,16 @@ class GetState:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Return how a copy of the source that loads its state differs after ``steps``, if it does."""
+
+    place: Place
+    """That of the worker."""
+    steps: int
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SetState:
     """Restore a state returned by `GetState`."""
 
@@ -171,7 +181,7 @@ NoWeights: TypeAlias = Bind | Load | Close
 Reading: TypeAlias = GetState | Get
 """Commands that change nothing."""
 Command: TypeAlias = (
-    Collect | Load | Bind | Place | Seed | Reset | GetState | SetState | Call | Get | Close
+    Collect | Load | Bind | Place | Seed | Reset | GetState | Verify | SetState | Call | Get | Close
 )
 
 # -- replies ---------------------------------------------------------------------------------------

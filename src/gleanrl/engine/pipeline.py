@@ -17,7 +17,7 @@ from gleanrl.core.options import check_int, warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.state_loading import load_state
+from gleanrl.envs.state_loading import load_batch
 from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100
@@ -156,7 +156,7 @@ class Pipeline:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state`, after `forget`."""
-        self._parts = [load_state(None, part) for part in state["parts"]]
+        self._parts = [load_batch(part) for part in state["parts"]]
         if self._whole is not None and state["whole"] is not None:
             self._whole.load_state(state["whole"])
 
@@ -180,7 +180,7 @@ class Pipeline:
 def frames_held(state: Mapping[str, Any]) -> int:
     """Return the frames in a state of `Pipeline.state`, none of which was delivered."""
     whole = state["whole"] or {"chunks": ()}
-    parts: int = sum(load_state(None, part).numel() for part in state["parts"])
+    parts: int = sum(load_batch(part).numel() for part in state["parts"])
     return parts + sum(int(live) for _, live, _ in whole["chunks"])
 
 

@@ -86,6 +86,8 @@ class Session:
 
     closed = False
     """Whether `close` was called."""
+    failure_raised = False
+    """Whether a call has raised `failure`."""
     failure: BaseException | None = None
     """The error that ended collection in the background; the next call raises it."""
     awaited = False
@@ -232,10 +234,15 @@ class Session:
                     self._close_next()
 
     def _check_usable(self, advice: str = "") -> None:
-        if self.failure is not None:
-            raise self.failure
+        self.raise_failure()
         if self.closed:
             raise ClosedError(f"the collector was shut down{advice}")
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended collection in the background, if one did."""
+        if self.failure is not None:
+            self.failure_raised = True
+            raise self.failure
 
     # -- commands, in turn -----------------------------------------------------------------------
 

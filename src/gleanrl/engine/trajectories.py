@@ -27,7 +27,8 @@ from gleanrl.core.keys import (
 )
 from gleanrl.core.window import Array
 from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.state_loading import load_state
+from gleanrl.envs.state_loading import load_batch
+from gleanrl.memory.tensordicts import indexable
 
 _INVALID = -1
 _MAX_CHUNKS = 64
@@ -395,7 +396,7 @@ class WholeTrajectories:
                 "the state holds trajectories that were dealt out by another traj_quota, or to "
                 "another number of environments"
             )
-        self._chunks = {n: load_state(None, chunk) for n, _, chunk in state["chunks"]}
+        self._chunks = {n: load_batch(chunk) for n, _, chunk in state["chunks"]}
         self._live = {n: live for n, live, _ in state["chunks"]}
         self._next_chunk = state["next"]
         self._running = {traj: _pieces(pieces) for traj, pieces in state["running"]}
@@ -462,7 +463,7 @@ def _in_rows(frames: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Te
 
         def pad(leaf: torch.Tensor) -> torch.Tensor:
             padded = leaf.new_zeros((rows * longest, *leaf.shape[1:]))
-            padded.index_copy_(0, place.to(leaf.device), leaf)
+            indexable(padded).index_copy_(0, place.to(leaf.device), indexable(leaf))
             return padded.view(rows, longest, *leaf.shape[1:])
 
         def repeat(objects: Any) -> Any:

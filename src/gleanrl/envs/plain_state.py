@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +35,8 @@ from gleanrl.envs.state_kinds import (
 
 Save: TypeAlias = Callable[["Saver", Any, str], Node]
 _SCALARS = frozenset({type(None), bool, int, float, str})
+_OF_NUMBERS = ("PCG64", "PCG64DXSM")
+"""Generators whose state is plain data as it is."""
 _BESIDE_HOOKS = ("_np_random", "action_space", "observation_space")
 """Attributes that are saved beside the state that a user's ``get_state`` returns."""
 
@@ -47,18 +49,6 @@ def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
         NeedsPickle: names a part that can only be pickled.
     """
     return Saver(allow_pickle).save(value, at)
-
-
-def pickled_parts(state: Any) -> Iterator[str]:
-    """Yield the places of everything in a state that was pickled."""
-    if isinstance(state, (list, tuple)):
-        if len(state) == 4 and state[0] == "pickle" and isinstance(state[3], torch.Tensor):
-            yield str(state[2])
-        for part in state:
-            yield from pickled_parts(part)
-    elif isinstance(state, dict):
-        for part in state.values():
-            yield from pickled_parts(part)
 
 
 class Saver:
@@ -89,7 +79,12 @@ class Saver:
 
 
 def _save_items(saver: Saver, value: Any, at: str) -> Node:
-    return [[saver.save(item, f"{at}[{i}]") for i, item in enumerate(value)]]
+    return [
+        [
+            item if type(item) in _SCALARS else saver.save(item, f"{at}[{i}]")
+            for i, item in enumerate(value)
+        ]
+    ]
 
 
 def _save_numbered(saver: Saver, value: Any, at: str) -> Node:
@@ -100,8 +95,14 @@ def _save_numbered(saver: Saver, value: Any, at: str) -> Node:
 
 def _save_dict(saver: Saver, value: Any, at: str) -> Node:
     number = saver.number(value)
-    pairs = value.items()
-    return [number, [[saver.save(k, at), saver.save(v, f"{at}[{k!r}]")] for k, v in pairs]]
+    pairs = [
+        [
+            key if type(key) in _SCALARS else saver.save(key, at),
+            part if type(part) in _SCALARS else saver.save(part, f"{at}[{key!r}]"),
+        ]
+        for key, part in value.items()
+    ]
+    return [number, pairs]
 
 
 def _save_array(saver: Saver, value: Any, at: str) -> Node:
@@ -119,8 +120,9 @@ def _save_array(saver: Saver, value: Any, at: str) -> Node:
 
 
 def _save_generator(saver: Saver, value: Any, at: str) -> Node:
-    state = value.bit_generator.state
-    return [saver.number(value), state["bit_generator"], saver.save(state, at)]
+    state, number = value.bit_generator.state, saver.number(value)
+    name = state["bit_generator"]
+    return [number, name, state if name in _OF_NUMBERS else saver.save(state, at)]
 
 
 def _save_object(saver: Saver, value: Any, at: str) -> Node:
@@ -138,8 +140,11 @@ def _save_hooked(saver: Saver, value: Any, at: str) -> Node:
 
 def _save_attributes(saver: Saver, value: Any, attributes: Mapping[str, Any], at: str) -> Node:
     number = saver.number(value)
-    parts = {name: part for name, part in attributes.items() if _own(part)}
-    saved = {name: saver.save(part, f"{at}.{name}") for name, part in parts.items()}
+    saved = {
+        name: part if type(part) in _SCALARS else saver.save(part, f"{at}.{name}")
+        for name, part in attributes.items()
+        if type(part) in _SCALARS or _own(part)
+    }
     return [number, name_of(type(value)), saved]
 
 

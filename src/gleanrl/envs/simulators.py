@@ -5,7 +5,9 @@ Neither library is imported: an object of theirs was met already.
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -48,30 +50,44 @@ _MODEL_BYTES = 1 << 16
 """Arrays of a model that are larger (textures, meshes) are only compared."""
 
 
-_names: dict[str, tuple[list[str], list[str]]] = {}
-"""By the name of a MuJoCo structure, the names of its arrays, and of its numbers and flags."""
+_names: dict[type, tuple[list[str], list[str], list[str]]] = {}
+"""By MuJoCo's structures, the names of arrays that stay in place, of others, and of numbers."""
+_staying: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""The arrays of each structure that stay in place."""
 
 
-def _names_of(data: Any) -> tuple[list[str], list[str]]:
+def _names_of(data: Any) -> tuple[list[str], list[str], list[str]]:
     kind = type(data)
-    if (names := _names.get(kind.__name__)) is None:
+    if (names := _names.get(kind)) is None:
         named = [name for name in dir(kind) if not name.startswith("_")]
         values = {n: getattr(data, n) for n in named if isinstance(getattr(kind, n), property)}
-        names = _names[kind.__name__] = (
-            [name for name, value in values.items() if isinstance(value, np.ndarray)],
+        arrays = [name for name, value in values.items() if isinstance(value, np.ndarray)]
+        # MuJoCo's bindings keep one array of memory that is never allocated again.
+        stays = [name for name in arrays if getattr(data, name) is values[name]]
+        names = _names[kind] = (
+            stays,
+            [name for name in arrays if name not in stays],
             [name for name, value in values.items() if type(value) in (bool, float)],
         )
     return names
 
 
 def _arrays(data: Any) -> list[Any]:
-    return [getattr(data, name) for name in _names_of(data)[0]]
+    stays, moves, _ = _names_of(data)
+    if (staying := _staying.get(data)) is None:
+        staying = _staying[data] = [getattr(data, name) for name in stays]
+    return [*staying, *[getattr(data, name) for name in moves]]
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return sizes as a tensor, the same one for environments that are alike."""
+    return torch.tensor(sizes)
 
 
 def _save_arrays(arrays: list[Any]) -> list[Any]:
-    sizes = np.array([value.nbytes for value in arrays])
-    joined = b"".join([value.tobytes() for value in arrays])
-    return [torch.from_numpy(sizes), as_tensor(joined)]
+    sizes = _sizes(tuple([value.nbytes for value in arrays]))
+    return [sizes, as_tensor(b"".join(arrays))]
 
 
 def _load_arrays(arrays: list[Any], sizes: torch.Tensor, joined: torch.Tensor) -> None:
@@ -99,7 +115,7 @@ def _save_data(data: Any) -> list[Any]:
     """
     mujoco, spec, state = _physics(data)
     mujoco.mj_getState(data.model, data, state, spec)
-    numbers = {name: getattr(data, name) for name in _names_of(data)[1]}
+    numbers = {name: getattr(data, name) for name in _names_of(data)[2]}
     return [torch.from_numpy(state), numbers, *_save_arrays(_arrays(data))]
 
 
@@ -116,22 +132,22 @@ def _load_data(data: Any, saved: Any) -> None:
         setattr(data, name, value)
 
 
-_newest_model: tuple[Any, list[Any]] = np.empty(0, np.int64), []
+_newest_model: tuple[bytearray, list[Any]] = bytearray(), []
 """The bytes of the model that was looked at last, and its state: models of a batch are alike."""
-_scratch = np.empty(0, np.int64)
+_scratch = bytearray()
 
 
 def _save_model(model: Any) -> list[Any]:
     global _newest_model, _scratch
     mujoco = sys.modules["mujoco"]
     size = mujoco.mj_sizeModel(model)
-    if _scratch.nbytes - size not in range(8):
-        _scratch = np.zeros(-(-size // 8), np.int64)
-    mujoco.mj_saveModel(model, None, _scratch.view(np.uint8)[:size])
+    if len(_scratch) != size:
+        _scratch = bytearray(size)
+    mujoco.mj_saveModel(model, None, np.frombuffer(_scratch, np.uint8))
     before, saved = _newest_model
-    if before.shape != _scratch.shape or (before != _scratch).any():
-        saved = [zlib.crc32(_scratch.tobytes()), *_save_arrays(_settings(model))]
-        _newest_model = _scratch.copy(), saved
+    if before != _scratch:
+        saved = [zlib.crc32(_scratch), *_save_arrays(_settings(model))]
+        _newest_model, _scratch = (_scratch, saved), bytearray()
     return saved
 
 

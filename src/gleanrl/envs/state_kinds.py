@@ -95,7 +95,7 @@ def name_of(kind: type) -> str:
 
 def kind_of(kind: type) -> str:
     """Return how objects of a class are saved."""
-    found = _kinds.get(kind)
+    found = _EXACTLY.get(kind) or _kinds.get(kind)
     if found is None:
         found = _kinds[kind] = _find_kind(kind)
     return found
@@ -105,8 +105,6 @@ _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def _find_kind(kind: type) -> str:
-    if (exact := _EXACTLY.get(kind)) is not None:
-        return exact
     if issubclass(kind, _OURS) or kind.__module__.startswith(_OURS_BY_MODULE):
         return "ours"
     for name, base in _DERIVED.items():

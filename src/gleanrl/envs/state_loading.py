@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
 from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, simulator_of
@@ -61,6 +61,18 @@ def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
     except Exception as err:  # a state may come from anyone
         raise StateError(f"it does not fit: {type(err).__name__}: {err}") from err
     return loaded
+
+
+def load_batch(state: Node) -> TensorDictBase:
+    """Return a batch from its state.
+
+    Raises:
+        StateError: it is the state of something else.
+    """
+    batch = load_state(None, state)
+    if not isinstance(batch, TensorDictBase):
+        raise StateError(f"a {type(batch).__name__} is in the place of a batch")
+    return batch
 
 
 class Loader:

@@ -2,7 +2,8 @@
 
 A description has one entry per tensor: ``{"key": ["next", "reward"], "shape": [1], "dtype":
 "float32", "file": "next/reward.memmap"}``. Nothing in it is trusted: files lie within the
-directory and have the size that shape and dtype say.
+directory and have the size that shape and dtype say. Files that are written in one piece also have
+their ``crc32`` there, and a `sealed` description has its own.
 
 Files and descriptions are complete or not there.
 """
@@ -17,7 +18,9 @@ import os
 import re
 import stat
 import uuid
+import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -32,6 +35,8 @@ from gleanrl.core.layout import Field
 _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
 _MAX_DESCRIPTION_BYTES = 16 * 2**20
+_SEAL = b'{"checksum": "%08x",'
+"""The beginning of a description that has its own checksum."""
 _MAX_DIMS = 32
 _MAX_DEPTH = 64
 _NOT_PLAIN = re.compile(r"q.*|u?int[1-7]")
@@ -84,6 +89,8 @@ class TensorFile(Field):
 
     file: str
     """Path within the directory, parts separated by ``/``."""
+    checksum: int | None = None
+    """The CRC-32 of the file, ``None`` if rows are appended to it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry for a description."""
@@ -92,6 +99,7 @@ class TensorFile(Field):
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
             "file": self.file,
+            **({} if self.checksum is None else {"crc32": self.checksum}),
         }
 
     @classmethod
@@ -109,7 +117,7 @@ class TensorFile(Field):
             raise TensorFileError(
                 f"{source}: the file of {field.key} ({file!r:.100}) must be within the dataset"
             )
-        return cls(field.key, field.shape, field.dtype, file)
+        return cls(field.key, field.shape, field.dtype, file, entry.get("crc32"))
 
     def locate(self, directory: Path, rows: int | None = None) -> Path:
         """Return the path of the file, after checking that it holds such a tensor.
@@ -130,12 +138,18 @@ class TensorFile(Field):
         return path
 
     def load(self, path: Path, rows: int | None = None) -> torch.Tensor:
-        """Map the file of `locate`, or its first ``rows``; changes do not reach the file."""
+        """Map the file of `locate`, or its first ``rows``; changes do not reach the file.
+
+        Raises:
+            TensorFileError: the file has another checksum than its entry.
+        """
         shape = self.shape if rows is None else (rows, *self.shape)
         nbytes = math.prod(shape) * self.dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=self.dtype)
         data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+        if self.checksum is not None and _checksum(data) != self.checksum:
+            raise TensorFileError(f"{path} is damaged: its checksum differs")
         return data.view(self.dtype).view(shape)
 
 
@@ -155,29 +169,55 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
-    """Write ``tensor`` to the new file ``file`` of ``directory``; `sync_tree` flushes it.
+    """Write ``tensor`` to the new file ``file`` of ``directory``.
 
     Raises:
         OSError: the disk is full.
     """
-    data = tensor.detach().cpu().contiguous()
-    write_new(directory / file, data.reshape(-1).view(torch.uint8).numpy(), sync=False)
-    return TensorFile(key, tuple(data.shape), data.dtype, file)
+    data, path = tensor.detach().cpu().contiguous(), directory / file
+    write_new(path, data.reshape(-1).view(torch.uint8).numpy(), sync=False)
+    entry = TensorFile(key, tuple(data.shape), data.dtype, file)
+    # That of the file, because others may change the tensor; meanwhile the disk takes the file in.
+    with ThreadPoolExecutor(1) as pool:
+        checksum = pool.submit(_checksum, entry.load(path))
+        _sync_file(path)
+    return TensorFile(key, entry.shape, entry.dtype, file, checksum.result())
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def _checksum(data: torch.Tensor) -> int:
+    raw: Any = data.reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)
+
+
+def sealed(text: bytes) -> bytes:
+    """Return a JSON object with its own checksum as its first entry."""
+    return _SEAL % zlib.crc32(text[1:]) + text[1:]
+
+
+def read_description(path: Path, is_sealed: bool = False) -> dict[str, Any]:
     """Return the JSON object in ``path``, without a check of its contents.
 
     Numbers that are not finite become ``None``.
+
+    Args:
+        path: The file.
+        is_sealed: Whether it must be one of `sealed`, unchanged.
 
     Raises:
         TensorFileError: it is no regular file of at most 16 MiB, or not such an object.
     """
     try:
-        return _object_in(_text_of(path))
+        text = _text_of(path)
+        return _object_in(_unchanged(text) if is_sealed else text)
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
         raise TensorFileError(f"{path} cannot be read as JSON: {why}") from err
+
+
+def _unchanged(text: bytes) -> bytes:
+    if text != sealed(b"{" + text[len(_SEAL % 0) :]):
+        raise ValueError("it is damaged: its checksum differs")
+    return text
 
 
 def _object_in(text: bytes) -> dict[str, Any]:
@@ -297,17 +337,17 @@ def sync_tree(path: Path) -> None:
         for file in (Path(folder, name) for name in names):
             if not stat.S_ISREG(file.lstat().st_mode):
                 continue
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _sync_file(file)
         sync_directory(Path(folder))
 
 
 def sync_directory(path: Path) -> None:
     """Flush the names in a directory to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync_file(path, os.O_DIRECTORY)
+
+
+def _sync_file(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
     finally:

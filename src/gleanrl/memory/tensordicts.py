@@ -161,3 +161,11 @@ def time_named(batch: TensorDictBase, dim: int) -> TensorDictBase:
     if batch.names[dim] != TIME:
         batch.names = [None] * dim + [TIME]
     return batch
+
+
+_ALIKE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the same bits in a dtype that torch can copy by index, as it lacks some."""
+    return tensor.view(_ALIKE.get(tensor.dtype, tensor.dtype))

@@ -197,6 +197,8 @@ class Tracker:
         saved, own = len(state["episode"]), len(self._episode)
         if saved != own:
             raise ConfigError(f"the state is that of {saved} environments, this source has {own}")
+        if state["age"].shape != state["episode"].shape:
+            raise ConfigError("the state has not as many ages of episodes as environments")
 
     def load_state(self, state: Mapping[str, Any], running: bool) -> None:
         """Continue from saved counters; unless they are ``running``, episodes count as over."""

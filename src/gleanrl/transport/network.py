@@ -34,6 +34,7 @@ from gleanrl.transport.wire import (
     WEIGHTS,
     Channel,
     ForgedFrameError,
+    check_reply,
     head_of,
     key_frame,
     read_key,
@@ -165,17 +166,26 @@ class Node(ChannelPeer):
             ForgedFrameError: a frame is not from the node.
         """
         for frame in self.channel.read():
-            kind = frame[:1]
-            if kind == KEY:
-                name, value = read_key(frame)
-                self._keys[name] = value
-            elif kind == LEAVE:
-                self.end_reason = frame[1:].decode()
-            elif kind == WEIGHTS:
-                self._weights_taken()
-            elif kind != BEAT:
-                self.replies.append(frame)
+            try:
+                self._take(frame)
+            except Exception as err:
+                raise ForgedFrameError(
+                    f"it sent what no node sends ({type(err).__name__}: {err})"
+                ) from err
         self.silence = Deadline(self._backend.timeout_s)
+
+    def _take(self, frame: bytes) -> None:
+        kind = frame[:1]
+        if kind == KEY:
+            name, value = read_key(frame)
+            self._keys[name] = value
+        elif kind == LEAVE:
+            self.end_reason = frame[1:].decode()
+        elif kind == WEIGHTS:
+            self._weights_taken()
+        elif kind != BEAT:
+            check_reply(frame, self.index)
+            self.replies.append(frame)
 
     # -- data ------------------------------------------------------------------------------------
 

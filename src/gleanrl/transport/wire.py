@@ -89,6 +89,8 @@ class CommandReader:
             _, _, slot, _, _, random = _COLLECT.unpack(frame)
             return m.Collect(self._windows[slot], random)
         command: m.Command = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
+        if not isinstance(command, m.Command):
+            raise TypeError(f"a {type(command).__name__} is no command")
         if isinstance(command, m.Collect):
             self._windows[command.window.slot] = command.window
         return command
@@ -151,6 +153,13 @@ def frame_of(reply: m.Reply) -> bytes:
         return frame_of(failed)
 
 
+def _pickled_reply(frame: bytes) -> m.Reply:
+    reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
+    if not isinstance(reply, m.Reply) or (reply.ticket, reply.worker) != head_of(frame):
+        raise TypeError(f"a {type(reply).__name__} is no such reply")
+    return reply
+
+
 def reply_in(frame: bytes) -> m.Reply:
     """Return the reply in ``frame``; one that cannot be loaded becomes the command's failure."""
     if frame[:1] == _R:
@@ -160,7 +169,7 @@ def reply_in(frame: bytes) -> m.Reply:
         report.times, report.seconds, report.weights_s = found[7:10], found[10:15], found[15]
         return m.Rolled(worker, ticket, report)
     try:
-        reply: m.Reply = cloudpickle.loads(memoryview(frame)[_HEAD.size :])
+        reply = _pickled_reply(frame)
     except Exception as err:  # of the user's objects
         ticket, worker = head_of(frame)
         problem = f"the answer of worker {worker} cannot be loaded here"
@@ -190,6 +199,17 @@ def _close_all() -> None:
 
 # A forked child must not keep the connections of its parent open beyond its parent's end.
 os.register_at_fork(after_in_child=_close_all)
+
+
+def check_reply(frame: bytes, worker: int) -> None:
+    """Check that ``frame`` is a reply of ``worker``, as far as that shows without a pickle.
+
+    Raises:
+        ForgedFrameError: it is not.
+    """
+    least = _ROLLED.size if frame[:1] == _R else _HEAD.size
+    if frame[:1] not in (_R, _P) or len(frame) < least or head_of(frame)[1] != worker:
+        raise ForgedFrameError(f"a message of {len(frame)} bytes is no reply of worker {worker}")
 
 
 class ForgedFrameError(ConnectionError):

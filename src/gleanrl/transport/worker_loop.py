@@ -27,6 +27,7 @@ from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.data_plane import Connect
+from gleanrl.transport.verifying import difference
 from gleanrl.transport.wire import Channel, CommandReader, frame_of
 from gleanrl.weights.buffers import SharedWeightReceiver
 
@@ -62,6 +63,7 @@ class Worker:
         self._receiver = receiver
         self._serials: dict[str, int] = {}
         self._newest, self._version = 0, 0
+        self._factory = factory
         self.source: Source = factory(index)
         self._waited, self._idle_since, self._counted_until = 0.0, monotonic(), 0.0
         self._loading, self._loaded_at = 0.0, 0.0
@@ -170,10 +172,19 @@ class Worker:
                 return source.seed(seed, static, stream)
             case m.Reset(envs, options):
                 return source.reset(envs, options or {})
-            case m.GetState(pickles):
-                return source.state(pickles)
             case m.SetState(state, strict, pickles):
                 return source.load_state(state, strict, pickles)
+            case _:
+                return self._answer(command)
+
+    def _answer(self, command: m.Command) -> Any:
+        """Carry out a command that changes nothing by itself, or the last one."""
+        source = self.source
+        match command:
+            case m.GetState(pickles):
+                return source.state(pickles)
+            case m.Verify():
+                return difference(source, self._factory, self._index, command)
             case m.Call(path, args, kwargs):
                 return source.call(path, *args, **(kwargs or {}))
             case m.Get(path):

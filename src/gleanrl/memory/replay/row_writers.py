@@ -10,6 +10,7 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
+from gleanrl.memory.tensordicts import indexable
 
 
 class Writer:
@@ -85,8 +86,8 @@ class TensorDictMaxValueWriter(Writer):
         free = np.concatenate([np.arange(filled, slots), out])[: len(taken)]
         chosen, places = torch.from_numpy(taken), torch.from_numpy(free)
         for tensor, value in zip(rows.tensors, values, strict=True):
-            picked = value.detach().index_select(0, chosen).to(tensor.device)
-            tensor.index_copy_(0, places.to(tensor.device), picked)
+            picked = indexable(value.detach()).index_select(0, chosen).to(tensor.device)
+            indexable(tensor).index_copy_(0, places.to(tensor.device), picked)
         ring.mark(free)
         ring.add_count(len(taken))
         where = torch.full((count,), -1)

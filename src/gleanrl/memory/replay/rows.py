@@ -19,7 +19,7 @@ from gleanrl.memory.replay.places import Places, TakeRoom
 from gleanrl.memory.replay.ring import STEP, RingIndex, Words
 from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of, words
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
-from gleanrl.memory.tensordicts import build, groups_of, nest
+from gleanrl.memory.tensordicts import build, groups_of, indexable, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _PLAIN: Key = ()
@@ -461,7 +461,8 @@ class SuccessorLinks:
         for _, after, places in self._pairs:
             successors = values[after].detach()[chosen]
             shape = (len(overflow), *places.shape[1:])
-            places.index_copy_(0, where, successors.to(places.device).reshape(shape))
+            successors = indexable(successors.to(places.device).reshape(shape))
+            indexable(places).index_copy_(0, where, successors)
 
     def rebuild(self) -> None:
         """Note which row has which overflow place, after rows were put back; inside `section`."""

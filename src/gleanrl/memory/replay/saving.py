@@ -25,7 +25,7 @@ from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
 
 _FORMAT = "gleanrl replay buffer"
-_VERSION = 2
+_VERSION = 3
 
 
 _SAMPLERS: dict[str, tuple[torch.dtype, int, float]] = {
@@ -69,7 +69,7 @@ def write(
         folder.mkdir()
         try:
             text = _write_state(folder, storage, sampling)
-            tensor_files.write_new(folder / META, text.encode())
+            tensor_files.write_new(folder / META, tensor_files.sealed(text.encode()))
             tensor_files.sync_tree(folder)
             tensor_files.publish(folder / META, root / META)
         except BaseException:
@@ -150,6 +150,7 @@ def _read(root: Path) -> dict[str, Any]:
         meta = tensor_files.read_description(root / META)
         if meta["format"] != _FORMAT or meta["version"] != _VERSION:
             raise ConfigError(f"{root} holds {meta['format']!r}, version {meta['version']!r}")
+        meta = tensor_files.read_description(root / META, is_sealed=True)
         if not FOLDER.fullmatch(meta["folder"]) or (root / meta["folder"]).is_symlink():
             raise ConfigError(f"{root} names {meta['folder']!r} as its data")
         folder = root / meta["folder"]

@@ -1,0 +1,98 @@
+"""The types of all entries of a collector's state, checked before any of them is used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from gleanrl.core.errors import ConfigError
+
+Kind: TypeAlias = Any
+"""A class; ``None``; a list with the kind of all items; a dict with the kinds of entries, of which
+``...`` is that of all others; or a tuple of alternatives."""
+
+_BATCH = list
+"""The result of `save_state`; what is in it, `load_state` checks."""
+_WORKER: Kind = {
+    "policy_version": int,
+    "tracker": {...: torch.Tensor},
+    "streams": {
+        "actions": (torch.Tensor, None),
+        "torch": torch.Tensor,
+        "numpy": list,
+        "python": tuple,
+        "devices": list,
+    },
+    "episodes": {
+        "envs": list,
+        "fresh": bool,
+        "root": {...: torch.Tensor},
+        "given": {...: torch.Tensor},
+        "why": str,
+        "pickle": bool,
+    },
+}
+_TRAJECTORIES: Kind = {
+    "parts": [_BATCH],
+    "whole": (
+        {"chunks": list, "next": int, "running": list, "latest": list, "ready": list},
+        None,
+    ),
+}
+_ENTRY: Kind = {
+    "policy_state_dict": dict,
+    "env_state_dict": dict,
+    "policy_version": int,
+    "worker": _WORKER,
+    "life": int,
+    "lost": bool,
+}
+_OF_ALL: Kind = {
+    "frames": int,
+    "iter": int,
+    "envs": int,
+    "statistics": [tuple],
+    "schedule": ({"waiting": {...: int}, "due": [int]}, None),
+    "trajectories": _TRAJECTORIES,
+    "undelivered": [
+        {
+            "worker": int,
+            "steps": int,
+            "frames": int,
+            "version": int,
+            "ended": torch.Tensor,
+            "batch": _BATCH,
+        }
+    ],
+    "ready": [(_BATCH, None)],
+    "ledger": {"discards": {...: int}, "dropped": int, "unfinished": int},
+}
+
+
+def check_types(state: Any) -> None:
+    """Raise `ConfigError`, which names the entry, if one has another type than in saved states."""
+    names = state if isinstance(state, Mapping) else ()
+    workers = {name: _ENTRY for name in names if re.fullmatch(r"worker\d+", str(name))}
+    if at := _misfit(state, {**_OF_ALL, **_ENTRY, **workers}, "state"):
+        raise ConfigError(f"this is no state of such a collector: {at} has another type")
+
+
+def _misfit(value: Any, kind: Kind, at: str) -> str | None:
+    """Return the place of the first part that is not of its kind."""
+    if isinstance(kind, tuple):
+        found = [_misfit(value, one, at) for one in kind]
+        return None if None in found else found[0]
+    if not isinstance(kind, list | dict):
+        number = type(value) is int  # a bool is none
+        fits = value is None if kind is None else number if kind is int else isinstance(value, kind)
+        return None if fits else at
+    if not isinstance(value, list if isinstance(kind, list) else Mapping):
+        return at
+    parts = enumerate(value) if isinstance(value, list) else value.items()
+    kinds = {...: kind[0]} if isinstance(kind, list) else kind
+    rest = kinds.get(..., object)
+    places = (_misfit(part, kinds.get(name, rest), f"{at}[{name!r}]") for name, part in parts)
+    return next((place for place in places if place), None)

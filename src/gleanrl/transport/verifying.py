@@ -1,0 +1,105 @@
+"""A check of states: a source that loads one must make the rollout that the saved source makes.
+
+The saved source makes it in a forked copy of its process, so nothing of the process changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gleanrl.core import messages as m
+from gleanrl.core.differences import unlike
+from gleanrl.core.protocols import Source, SourceFactory
+from gleanrl.core.streams import preserved
+from gleanrl.core.window import Window
+
+CHECK_TIMEOUT_S = 60.0
+"""Seconds that a check may take in one worker."""
+_MOST_BYTES = 4000
+"""Of a result: a pipe takes as many at once."""
+
+
+def difference(
+    source: Source, factory: SourceFactory, worker: int, command: m.Verify
+) -> str | None:
+    """Return how a source of ``factory`` that loads the state of ``source`` differs, if it does."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "cannot be checked: its process uses CUDA, so it cannot be copied by a fork"
+    return _in_copy(lambda: _difference(source, factory(worker), command))
+
+
+def _difference(source: Source, other: Source, command: m.Verify) -> str | None:
+    """Compare two sources; both are used up."""
+    state, policy = source.state(command.allow_pickle), source.call("policy_state")
+    if "episodes" not in state:
+        return "cannot be checked: it is a collector inside a worker"
+    if "envs" not in state["episodes"]:
+        return None  # the caller is told so in any case
+    with preserved():
+        expected = _rollout(source, command.steps)
+    other.place(command.place.base, command.place.stride)
+    if policy:
+        other.load(m.Snapshot(state["policy_version"], {"policy": policy}))
+    if (why := other.load_state(state, True, command.allow_pickle)) is not None:
+        return f"does not continue: {why}"
+    found = unlike(expected, _rollout(other, command.steps), "batch")
+    return found and f"differs {command.steps} steps later: {found} (saved / loaded)"
+
+
+def _rollout(source: Source, steps: int) -> Any:
+    layout = source.layout()
+    fields = () if layout is None else layout.fields
+    window = Window.allocate(fields, int(source.get("num_envs")), steps)
+    report = source.collect(window, steps, bytearray(1), False)
+    entries = {".".join(field.key): window.tensor(field.key) for field in fields}
+    return entries if report.payload is None else report.payload
+
+
+def _in_copy(call: Callable[[], str | None]) -> str | None:
+    """Return the result of ``call`` in a forked copy of this process, which ends with it."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+        pid = os.fork()
+    if not pid:
+        _answer(call, writing)
+    os.close(writing)
+    try:
+        ready = select.select([reading], [], [], CHECK_TIMEOUT_S + 1.0)[0]
+        data = os.read(reading, _MOST_BYTES) if ready else b""
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    if not data:
+        return f"cannot be checked: a copy of its process died, or took {CHECK_TIMEOUT_S:g} s"
+    said: str | None = pickle.loads(data)
+    return said
+
+
+def _answer(call: Callable[[], str | None], writing: int) -> None:
+    """Write the result of ``call`` and end this process, which is the copy."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, CHECK_TIMEOUT_S)
+        torch.set_num_threads(1)  # those of a pool are not in the copy
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            said = call()
+    except BaseException as err:
+        said = f"cannot be checked: {type(err).__name__}: {err}"
+    finally:
+        try:
+            os.write(writing, pickle.dumps(said and said[: _MOST_BYTES // 5]))
+        finally:
+            os._exit(0)
