@@ -83,6 +83,7 @@ class Collection:
         if plan.central is not None:
             session = plan.central.start().session
             engine.newest_losses, engine.mishaps = session.newest_losses, session.mishaps
+            engine.tells = False
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)

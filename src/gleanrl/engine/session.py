@@ -96,6 +96,8 @@ class Session:
     """Whether nothing continues without a worker that is not being replaced."""
     replacing: Replacing | None = None
     """Replaces lost workers, if the user wants that."""
+    tells = True
+    """Whether losses are warned of and counted here."""
     _busy = False
     _close_next: Callable[[], None] | None = None
     """Ends the session at the end of the rollout that this thread makes."""
@@ -382,6 +384,10 @@ class Session:
             self._lose(err.worker, err)
             return True
         self.last_reply[reply.worker] = time.monotonic()
+        if isinstance(reply, m.Failed) and self.tolerant and self.backend.inline:
+            if isinstance(reply.error, WorkerDied | CollectorTimeout):  # of its environments
+                self._lose(reply.worker, reply.error)
+                return True
         if isinstance(reply, m.Begun):
             if reply.ticket in self._open:
                 self._open[reply.ticket].begun = True
@@ -536,7 +542,8 @@ class Session:
             return
         self.lost[worker] = error
         self.changes += 1
-        self.newest_losses.append((time.time(), worker, str(error)))
+        if self.tells:
+            self.newest_losses.append((time.time(), worker, str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
@@ -549,8 +556,9 @@ class Session:
 
     def _tell(self, counter: str, text: str) -> None:
         """Warn of something that collection survives."""
-        self.mishaps.append((counter, text))
-        warn(text)
+        if self.tells:
+            self.mishaps.append((counter, text))
+            warn(text)
 
     # -- the end ---------------------------------------------------------------------------------
 

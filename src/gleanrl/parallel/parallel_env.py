@@ -188,10 +188,10 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            opened = self._plan.always_rows, self._plan.relaunches is not None
+            opened = self._plan.always_rows, self._plan.on_failure != "raise"
             found = group.ask("open_rows", opened, self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
-                if setting := self._plan.begins_anew:
+                if setting := self._plan.only_rows:
                     raise ConfigError(
                         f"{setting} with inference='central' needs environments that step in rows "
                         "and are alike; use inference='workers'"
@@ -226,8 +226,9 @@ class ParallelEnv(RowEnv):
                 group.settle()
                 yield group
         except (WorkerDied, CollectorTimeout):
-            self.is_closed = True
-            group.workers.close(1.0)
+            if not group.workers.session.can_continue:
+                self.is_closed = True
+                group.workers.close(1.0)
             raise
 
     def _ask(self, method: str, *arguments: Any, **kwargs: Any) -> list[Any]:
@@ -305,11 +306,18 @@ class ParallelEnv(RowEnv):
         Raises:
             AttributeError: there is nothing of that name.
         """
-        return _flat(self._ask("envs.get_attr", (path,)))
+        return self._flat(self._ask("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method at ``path`` in every environment; return one result for each."""
-        return _flat(self._ask("envs.call", (path, *args), kwargs=kwargs))
+        return self._flat(self._ask("envs.call", (path, *args), kwargs=kwargs))
+
+    def _flat(self, found: Iterable[Any]) -> list[Any]:
+        """Return one value for each environment: ``None`` if it is lost for good."""
+        each = zip(self._parts, found, strict=True)
+        return [
+            value for part, own in each for value in own or [None] * (part.stop - part.start)
+        ]
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         each = self.batch_size[1:].numel()
@@ -320,7 +328,13 @@ class ParallelEnv(RowEnv):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
         found = self._ask("state")
-        states = [state[f"worker{i}"] for state in found for i in range(len(state))]
+        there = next(filter(None, found))  # which stands in for those that are lost
+        each = zip(self._parts, found, strict=True)
+        states = [
+            (own or there)[f"worker{i if own else 0}"]
+            for part, own in each
+            for i in range(part.stop - part.start)
+        ]
         return {f"worker{i}": state for i, state in enumerate(states)}
 
     def load_state_dict(  # type: ignore[override]  # of environments
@@ -357,10 +371,6 @@ class ParallelEnv(RowEnv):
 
 
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
-
-
-def _flat(found: Iterable[Iterable[Any]]) -> list[Any]:
-    return [value for values in found for value in values]
 
 
 class EnvCreator:

@@ -48,7 +48,8 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        self.only_rows, self.failures = group.workers.begins_anew, []
+        self.only_rows, self.failures = group.workers.only_rows, []
+        self.gone = group.gone
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
@@ -77,6 +78,8 @@ class WorkerRows(EnvRows):
         self._group.forget()
         if self._target is not window:
             _copy(window, self._target, self._target.keys())
+        if self.gone:
+            self._show_nothing(0)
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         self.post(t, cut)
@@ -104,7 +107,14 @@ class WorkerRows(EnvRows):
             _copy(self._target, self._window, self._seen, t + 1)
         for env in self._group.began_anew():
             self.on_rebuilt(t, env)
+            if env in self.gone:
+                self._show_nothing(t + 1)
         return ended
+
+    def _show_nothing(self, first: int) -> None:
+        """Have the policy see zeros of environments that are gone, from step ``first`` on."""
+        for key in self._seen:
+            self._window.tensor(key)[list(self.gone), first:] = 0
 
     def finish(self, steps: int) -> None:
         if steps <= self._last:

@@ -205,6 +205,10 @@ class DeliveredFields:
                 mask[env, t] = False
         if options.set_truncated:
             self.truncate(window, steps - 1)
+        for env, first in tracker.absent.items():
+            window.zero_from(first, env)
+            if bound.ids is not None:
+                bound.ids[env, first:] = -1
         if options.check_finite:
             self._check_finite(window, steps)
 
