@@ -81,9 +81,7 @@ class Collection:
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
         if plan.central is not None:
-            session = plan.central.start().session
-            engine.newest_losses, engine.mishaps = session.newest_losses, session.mishaps
-            engine.tells = False
+            engine.told_by(plan.central.start().session)
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)

@@ -340,6 +340,10 @@ class Session:
         if not (self.can_continue and self.backend.no_end_noticed()):
             self.check()
 
+    def told_by(self, other: Session) -> None:
+        """Leave it to ``other``, with the processes of these workers, to tell of losses."""
+        self.newest_losses, self.mishaps, self.tells = other.newest_losses, other.mishaps, False
+
     def wait(self, seconds: float) -> None:
         """Wait for commands under way, until a worker replies or for ``seconds``."""
         self.awaited = True
@@ -384,10 +388,6 @@ class Session:
             self._lose(err.worker, err)
             return True
         self.last_reply[reply.worker] = time.monotonic()
-        if isinstance(reply, m.Failed) and self.tolerant and self.backend.inline:
-            if isinstance(reply.error, WorkerDied | CollectorTimeout):  # of its environments
-                self._lose(reply.worker, reply.error)
-                return True
         if isinstance(reply, m.Begun):
             if reply.ticket in self._open:
                 self._open[reply.ticket].begun = True
@@ -396,13 +396,23 @@ class Session:
         if reply.ticket == 0 or (ticket is not None and ticket.setting_up):
             self._bring_up(reply)
         elif ticket is not None:
-            self._arrivals += 1
-            ticket.reply, ticket.arrived = reply, self._arrivals
-            if isinstance(reply, m.Failed):
-                self.changes += 1
-                if ticket.watched:
-                    self._failures.append(reply.error)
+            self._answer(ticket, reply)
         return True
+
+    def _answer(self, ticket: Ticket, reply: m.Reply) -> None:
+        """Give a reply to its ticket, or note that a worker has lost its environments."""
+        error: Any = reply.error if isinstance(reply, m.Failed) else None
+        lost = isinstance(error, WorkerDied | CollectorTimeout) and self.tolerant
+        if lost and self.backend.inline:  # its environments were in other processes
+            self._open[ticket.number] = ticket
+            self._lose(ticket.worker, error)
+            return
+        self._arrivals += 1
+        ticket.reply, ticket.arrived = reply, self._arrivals
+        if error is not None:
+            self.changes += 1
+            if ticket.watched:
+                self._failures.append(error)
 
     def receive_available(self) -> None:
         """Receive the available replies, without waiting."""

@@ -292,11 +292,17 @@ class EnvGroup:
         return bool(ended)
 
     def begin(self) -> None:
-        """Reset all environments, in place of a step that was under way when a worker was lost."""
-        number, t, _ = self._order.tolist()
+        """Reset all environments, in place of a step that was under way when a worker was lost.
+
+        A step of the row is followed by a reset if the learner wants that.
+        """
+        number, t, resets = self._order.tolist()
         self._cut[:] = self._ended[:] = False
         self._anew[:] = True
-        self._rollouts.begin(number, t + 1)
+        if number:
+            self._rollouts.begin(number, t + 1)
+        elif resets:
+            self._row.reset_row({}, {})
 
     def finish(self) -> bool:
         """End a rollout that was stopped early."""

@@ -66,7 +66,9 @@ class EnvWorkerBuilder:
             for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
         ]
         restarts = [self.restarts and Restarts(size, self.restarts) for size in self.sizes]
-        places = [(own, env) for own, n in zip(restarts, self.sizes, strict=True) for env in range(n)]
+        places = [
+            (own, env) for own, n in zip(restarts, self.sizes, strict=True) for env in range(n)
+        ]
         with closed_on_error(made):
             for make, (own, env) in zip(makers, places, strict=True):  # closed if one fails
                 made.append(make() if own is None else own.built(env, make))

@@ -37,6 +37,8 @@ from gleanrl.envs.parallel_worker import (
     LEAVE,
     EnvWorkerBuilder,
 )
+from gleanrl.envs.simulators import StateError
+from gleanrl.envs.state_kinds import Node
 from gleanrl.memory.arena import Slab, map_window
 from gleanrl.memory.pulses import Pulses
 from gleanrl.memory.shared import SharedMemory
@@ -307,8 +309,10 @@ class EnvWorkers:
 
 
 class _EnvReplacements(Replacements):
-    """Replaces lost workers, if at all; groups have the replacements begin in the step under way,
-    or do without the lost ones."""
+    """Replaces lost workers, if at all.
+
+    Groups have replacements begin in the step under way, or continue without the lost worker.
+    """
 
     def __init__(self, workers: EnvWorkers, allowed: tuple[int, float | None] | None) -> None:
         self._workers: EnvWorkers = weakref.proxy(workers)  # see `WorkerGroup`
@@ -514,6 +518,31 @@ class WorkerGroup:
                 own = seed.seed, seed.static
             yield method, own
 
+    def snapshot(self, allow_pickle: bool) -> Node:
+        """Return the state of all environments in the middle of their episodes.
+
+        Raises:
+            StateError: some are not in the episodes that the learner knows.
+        """
+        self.wait()
+        found = self.ask("snapshot", (allow_pickle,))
+        if self._beginning or self._missing:
+            raise StateError("a worker was lost since the last rollout, and its episodes with it")
+        return found
+
+    def resume(self, snapshot: Node, allow_pickle: bool) -> None:
+        """Have all environments continue from a state of `snapshot`.
+
+        Raises:
+            StateError: it is that of another number of workers.
+        """
+        self.wait()
+        there, here = len(snapshot), len(self.members)
+        if there != here:
+            raise StateError(f"the environments were in {there} workers, and are in {here}")
+        parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
+        self.ask("resume", parts, begins=True)
+
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
@@ -629,11 +658,6 @@ class WorkerGroup:
         if not self._beginning.isdisjoint(workers):
             self._beginning.difference_update(workers)
             self._find_numbers()
-
-    @property
-    def in_episodes(self) -> bool:
-        """Whether all environments are in the episodes that the learner knows."""
-        return not self._beginning
 
     def began_anew(self) -> list[int]:
         """Return the environments that began anew in the last step, or are `gone` since it.

@@ -63,7 +63,7 @@ class Tracker:
         self.voids: list[tuple[int, int]] = []
         """The environment and the step of each frame of this rollout that is no transition."""
         self.absent: dict[int, int] = {}
-        """By environment that is lost for good: the first frame of this rollout that there is not."""
+        """By environment that is lost for good: its first frame of this rollout that is missing."""
         self.lacking = 0
         """The number of frames of the last rollout that are no transitions."""
         self._provided = provided or None
