@@ -265,6 +265,11 @@ class Collection:
         if self._replacements is not None:
             self._replacements.seeds = seeds
 
+    def repeat_seeds(self) -> None:
+        """Have replacements get the seeds of those before them, to make the same rollouts."""
+        if self._replacements is not None:
+            self._replacements.repeats = True
+
     # -- what it shows ---------------------------------------------------------------------------
 
     def describe(self) -> str:
