@@ -326,7 +326,6 @@ def test_commands_reach_replacements(kind):
         ({"on_failure": "relaunch", "traj_quota": "equal", "trajs_per_batch": 2}, "traj_quota"),
         ({"on_failure": "relaunch", "max_relaunches": -1}, "max_relaunches"),
         ({"on_failure": "relaunch", "max_relaunches": (3, 0)}, "max_relaunches"),
-        ({"on_failure": "continue", "inference": "central"}, "on_failure"),
     ],
 )
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):

@@ -29,6 +29,8 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
 
+_LOOK_S = 0.2
+"""Seconds after which a wait for rollouts looks for losses and late workers."""
 _MOST_OLD = 100
 """Batches that are discarded one after another before that is an error."""
 
@@ -237,7 +239,11 @@ class Collection:
 
     def _finish(self) -> None:
         """Collect all rollouts under way."""
-        while not self.engine.gather.idle:
+        engine = self.engine
+        while not engine.gather.idle:
+            if not engine.ready(self.budget, False, self.timeout):
+                engine.wait(_LOOK_S)  # workers that are lost meanwhile deliver nothing
+                continue
             delivered = self.collect(feed=False)
             if not self.filling.is_running():
                 self.ready += delivered

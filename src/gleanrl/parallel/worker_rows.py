@@ -78,7 +78,7 @@ class WorkerRows(EnvRows):
         if self._target is not window:
             _copy(window, self._target, self._target.keys())
         if self.gone:
-            self._show_nothing(0)
+            self._repeat(1)
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         self.post(t, cut)
@@ -108,13 +108,17 @@ class WorkerRows(EnvRows):
             self._pull(t + 1)  # first, because it is marked in the window
             self.on_rebuilt(t, env)
             if env in self.gone:
-                self._show_nothing(t + 1)
+                self._repeat(t + 1)
         return ended
 
-    def _show_nothing(self, first: int) -> None:
-        """Have the policy see zeros of environments that are gone, from step ``first`` on."""
+    def _repeat(self, first: int) -> None:
+        """Repeat observations of environments that are gone from step ``first`` on.
+
+        The policy acts for all, and may not take zeros.
+        """
         for key in self._seen:
-            self._window.tensor(key)[list(self.gone), first:] = 0
+            shown = self._window.tensor(key)
+            shown[list(self.gone), first:] = shown[list(self.gone), first - 1 : first]
 
     def finish(self, steps: int) -> None:
         if steps <= self._last:
@@ -122,6 +126,9 @@ class WorkerRows(EnvRows):
             self._group.settle()
         else:
             _copy(self.carry, self._after_last, self._seen)
+        for key in self._seen if self.gone else ():
+            last = self._window.tensor(key)[list(self.gone), steps - 1]
+            self._after_last.tensor(key)[list(self.gone), 0] = last
         self._pull(steps)
         self.reset_s = self._group.reset_s
         self.failures += self._group.take_failures()

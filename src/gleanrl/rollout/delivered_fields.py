@@ -212,6 +212,7 @@ class DeliveredFields:
         for env, t in tracker.voids:
             mask[env, t] = False
         for env, first in tracker.absent.items():
+            first = max(0, first - 1)  # the frame of the loss is void
             window.zero_from(first, env)
             if (ids := self._bound[window].ids) is not None:
                 ids[env, first:] = -1
