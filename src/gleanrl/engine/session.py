@@ -396,23 +396,22 @@ class Session:
         if reply.ticket == 0 or (ticket is not None and ticket.setting_up):
             self._bring_up(reply)
         elif ticket is not None:
-            self._answer(ticket, reply)
+            self._arrivals += 1
+            ticket.reply, ticket.arrived = reply, self._arrivals
+            if isinstance(reply, m.Failed):
+                self._note_failure(ticket, reply.error)
         return True
 
-    def _answer(self, ticket: Ticket, reply: m.Reply) -> None:
-        """Give a reply to its ticket, or note that a worker has lost its environments."""
-        error: Any = reply.error if isinstance(reply, m.Failed) else None
-        lost = isinstance(error, WorkerDied | CollectorTimeout) and self.tolerant
-        if lost and self.backend.inline:  # its environments were in other processes
-            self._open[ticket.number] = ticket
+    def _note_failure(self, ticket: Ticket, error: BaseException) -> None:
+        """Note that a command failed, or that its worker has lost its environments."""
+        of_envs = self.tolerant and self.backend.inline  # which are in other processes
+        if of_envs and isinstance(error, WorkerDied | CollectorTimeout):
+            ticket.reply, self._open[ticket.number] = None, ticket
             self._lose(ticket.worker, error)
             return
-        self._arrivals += 1
-        ticket.reply, ticket.arrived = reply, self._arrivals
-        if error is not None:
-            self.changes += 1
-            if ticket.watched:
-                self._failures.append(error)
+        self.changes += 1
+        if ticket.watched:
+            self._failures.append(error)
 
     def receive_available(self) -> None:
         """Receive the available replies, without waiting."""
