@@ -50,7 +50,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "dtypes.",
         "on_env_error": 'The reaction to an exception of an environment. ``"raise"`` raises it. '
         '``"restart"`` closes the environment, builds it anew and resets it, alone, with a warning '
-        "that has the traceback; also while it is first built. Its trajectory ends with the last whole step, truncated if that "
+        "that has the traceback; also while it is first built. Its trajectory ends with the last "
+        "whole step, truncated if that "
         "is in the same rollout. The frame of the step that raised is no transition: its "
         '``("collector", "mask")`` is False and its trajectory id -1. Needs single Gymnasium '
         "environments from ids or callables.",
