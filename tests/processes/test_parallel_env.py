@@ -36,6 +36,7 @@ from gleanrl import (
     EnvCreator,
     EnvError,
     GymEnv,
+    MultiAsyncCollector,
     MultiSyncCollector,
     ParallelEnv,
     PolicyError,
@@ -763,6 +764,11 @@ def test_replacements_need_an_end_that_is_a_truncation():
     never = functools.partial(Known, truncates=False)
     with pytest.raises(ConfigError, match="add_truncated_keys"):
         ParallelEnv(2, never, on_failure="relaunch").start()
+    options = {"policy_process": False, "on_failure": "relaunch"}  # which masks frames instead
+    with MultiAsyncCollector(
+        [never], inference="central", frames_per_batch=4, total_frames=4, **options
+    ) as collector:
+        assert [batch.numel() for batch in collector] == [4]
 
 
 # -- with collectors and creators ------------------------------------------------------------------

@@ -127,6 +127,7 @@ class ParallelEnv(RowEnv):
             if on_failure == "relaunch"
             else None,
         )
+        self._shares = sharing is not None
         self._number = len(self._plan.groups)
         self._plan.groups.append(
             {first_worker + index: makers[part] for index, part in enumerate(self._parts)}
@@ -184,8 +185,8 @@ class ParallelEnv(RowEnv):
         if self._direct:
             self._given = {key: row.views[key] for key in row.actions}
         self._present = set(self._given)
-        ends = self._env_specs.ends.groups
-        if self._plan.relaunches is not None and not all(one.truncated for one in ends):
+        truncates = all(one.truncated for one in self._env_specs.ends.groups)
+        if self._plan.relaunches is not None and not (truncates or self._shares):
             raise ConfigError(
                 "on_failure='relaunch' truncates environments whose worker is lost, which needs a "
                 "'truncated' entry of the environment; add one with env.add_truncated_keys()"
