@@ -46,7 +46,12 @@ PEERS = {
 """By column: the function of `SCRIPT`, its kind, and the seconds it has after the fault."""
 GROUPS = {"torchrl": [*PEERS][:2], "others": [*PEERS][2:]}
 """The columns of each table of peers."""
-MODES = {"raise": "", "relaunch": "replaced ", "restart": "built anew "}
+MODES = {
+    "raise": "",
+    "relaunch": "replaced ",
+    "continue": "without it ",
+    "restart": "built anew ",
+}
 Cells = dict[str, dict[str, list[tuple[str, str, str]]]]
 """By fault and column: setting, outcome and time of each cell."""
 

@@ -36,6 +36,7 @@ from gleanrl import (
     LazyTensorStorage,
     MultiAsyncCollector,
     MultiSyncCollector,
+    ParallelEnv,
     Recorder,
     ReplayBuffer,
     WorkerDied,
@@ -80,16 +81,22 @@ class Column:
 
     make: object
     parts: int = 2
-    modes: frozenset = frozenset({"relaunch", "restart"})
+    modes: frozenset = frozenset({"relaunch", "continue", "restart"})
     named: str = "(worker|node|actor) 1|(workers|nodes) \\[1\\]|environment 1"
     workers: bool = True
     background: bool = False
+
+
+def _over_parallel_env(envs, on_failure="raise", timeout=None, **options):
+    env = ParallelEnv(2, envs, on_failure=on_failure, timeout=timeout)
+    return Collector(env, **options)
 
 
 nodes = functools.partial(DistributedCollector, launcher="mp", tcp_port=0)
 only_restart = frozenset({"restart"})
 COLUMNS = {
     "one process": Column(Collector, 2, only_restart, "environment 1", workers=False),
+    "ParallelEnv": Column(_over_parallel_env, 2, frozenset({"relaunch"})),
     "sync": Column(MultiSyncCollector),
     "async": Column(MultiAsyncCollector, 1),
     "central": Column(functools.partial(MultiSyncCollector, inference="central")),
@@ -100,7 +107,7 @@ COLUMNS = {
     "Ray": Column(functools.partial(_ray, sync=True)),
     "Ray async": Column(functools.partial(_ray, sync=False), 1),
 }
-WITHOUT_RAY = [name for name in COLUMNS if not name.startswith("Ray")]
+WITHOUT_RAY = [name for name in COLUMNS if not name.startswith(("Ray", "ParallelEnv"))]
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Fault:
         act: A fault of `gleanrl.testing`.
         error: The class of the error that is raised.
         says: What the error says.
-        modes: The settings that may save the run: ``"relaunch"`` or ``"restart"``.
+        modes: The settings that may save the run: ``"relaunch"``, ``"continue"``, ``"restart"``.
         options: Of the collector.
         here: Whether it can happen in the learner's own process.
     """
@@ -143,16 +150,17 @@ LATE = {"timeout": TIMEOUT_S}
 FINITE = {"check_finite": True}
 INJECTED = "this fault was injected"
 ANEW = ("restart",)
+BOTH = ("relaunch", "continue")
 FAULTS = {
     "exception in step": Fault("raise", InjectedError, INJECTED, ANEW),
     "exception in reset": Fault("raise", InjectedError, INJECTED, ANEW, "reset"),
-    "exception in build": Fault("raise", InjectedError, INJECTED, (), "build"),
+    "exception in build": Fault("raise", InjectedError, INJECTED, ANEW, "build"),
     "exception that cannot be sent": Fault("raise-unpicklable", RuntimeError, INJECTED, ANEW),
     "no memory": Fault(exhaust, MemoryError, "", ANEW),
     "no descriptors in a worker": Fault(
         use_up_descriptors, OSError, "Too many open", here=False, modes=()
     ),
-    "SIGKILL": Fault("kill", says="signal 9", here=False),
+    "SIGKILL": Fault("kill", says="signal 9", modes=BOTH, here=False),
     "SIGKILL in build": Fault("kill", says="signal 9", when="build", modes=(), here=False),
     "SIGSEGV": Fault("segfault", says="signal 11", here=False),
     "sys.exit": Fault("sys.exit", says="code 4", here=False),
@@ -167,7 +175,7 @@ FAULTS = {
         here=False,
     ),
     "hang that holds the GIL": Fault("hang-gil", CollectorTimeout, options=LATE, here=False),
-    "SIGSTOP": Fault("stop", CollectorTimeout, options=LATE, here=False),
+    "SIGSTOP": Fault("stop", CollectorTimeout, modes=BOTH, options=LATE, here=False),
     "NaN": Fault("nan", EnvError, "check_finite", (), options=FINITE),
     "wrong shape": Fault("shape", EnvError, r"\(2, 1\)", ()),
     "wrong dtype": Fault("dtype", EnvError, "float32", ()),
@@ -188,8 +196,8 @@ class Cell:
 def cells():
     """Yield the cells that can be: a fault, a collector and a setting."""
     for (name, fault), (kind, column) in itertools.product(FAULTS.items(), COLUMNS.items()):
-        if name == "hang in build" and kind.startswith("Ray"):
-            continue  # Ray takes longer to start an actor
+        if name == "hang in build" and kind.startswith(("Ray", "ParallelEnv")):
+            continue  # Ray takes longer to start an actor, and a ParallelEnv has no such limit
         if column.workers or fault.here:
             modes = [mode for mode in fault.modes if mode in column.modes]
             yield from (Cell(name, kind, mode) for mode in ("raise", *modes))
@@ -206,6 +214,10 @@ SAMPLE = {
     Cell("SIGKILL", "nodes", "relaunch"),
     Cell("SIGKILL", "central async", "relaunch"),
     Cell("SIGSTOP", "central", "relaunch"),
+    Cell("SIGKILL", "ParallelEnv", "relaunch"),
+    Cell("SIGKILL", "central", "continue"),
+    Cell("SIGSTOP", "central async", "continue"),
+    Cell("exception in build", "central", "restart"),
     Cell("exception in step", "central async", "restart"),
     Cell("SIGSTOP", "async", "relaunch"),
     Cell("hang in build", "central async"),
@@ -273,8 +285,8 @@ class Run:
         )
         self.buffer = None
         options = dict(fault.options)
-        if cell.mode == "relaunch":
-            options["on_failure"] = "relaunch"
+        if cell.mode in ("relaunch", "continue"):
+            options["on_failure"] = cell.mode
         if cell.mode == "restart":
             options["on_env_error"] = "restart"
         if self.column.background:
@@ -366,21 +378,26 @@ def is_raised(cell, mark):
 
 def is_survived(cell, mark):
     run = Run(cell, mark)
-    counter = "relaunches" if cell.mode == "relaunch" else "env_restarts"
+    alone = cell.mode == "continue"
+    lives = 1 if alone or run.fault.when == "build" else 2
     began = longest = 0.0
+    after = 0
     with rig.in_time(4 * rig.LIMIT):
         for number, _ in enumerate(run.batches()):
             now = time.monotonic()
             longest = max(longest, now - began) if number else 0.0
             began = now
             stats = run.collector.stats()
-            lives = run.lives(1) if run.buffer is None else 2
+            there = run.lives(1) if run.buffer is None else lives
             filled = run.buffer is None or len(run.buffer) > 500
-            alive = stats.get("workers_alive") == stats.get("workers")
-            if stats[counter] == 1 and alive and lives == 2 and filled:
+            alive = alone or stats.get("workers_alive") == stats.get("workers")
+            # A collector does not count replacements of a ParallelEnv.
+            counted = stats.get(COUNTERS[cell.mode], there - 1) == 1
+            after += counted and alive and there == lives and filled
+            if after == 3:
                 break
     run.collector.shutdown()
-    run.check_frames(2)
+    run.check_frames(lives)
     return "goes on", longest
 
 
@@ -395,9 +412,11 @@ def is_waited_for(cell, mark):
     return "goes on", time.monotonic() - began
 
 
+COUNTERS = {"relaunch": "relaunches", "continue": "workers_lost", "restart": "env_restarts"}
 PROMISES = {
     "raise": is_raised,
     "relaunch": is_survived,
+    "continue": is_survived,
     "restart": is_survived,
     "slow": is_waited_for,
 }

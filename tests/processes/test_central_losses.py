@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import os
+import re
 import signal
 import sys
 import warnings
@@ -164,6 +165,122 @@ def test_policies_act_in_the_others_as_without_the_loss(policy, make):
         assert not own["hidden"][own["is_init"][..., 0]].any()
 
 
+@pytest.mark.parametrize("fault", [rig.kill, stop])
+def test_frames_of_a_worker_that_is_not_replaced_are_masked(fault, tmp_path):
+    at = 13
+
+    def collect(fault):
+        makers = [once(rig.counting(0), fault, at, tmp_path / "mark"), rig.counting(1)]
+        options = {"timeout": 1.0, "env_groups": 2, "on_failure": "continue"}
+        with collecting("sync", makers, each=2, **options) as collector:
+            collector.set_seed(3)
+            batches = [collector.next() for _ in range(4)]
+            return torch.cat(batches, -1), collector.stats()
+
+    undisturbed, _ = collect(bool)
+    (tmp_path / "mark").unlink()
+    with pytest.warns(UserWarning, match="continues without it") as told:
+        found, stats = collect(fault)
+    assert len(told) == 1
+    own = found["next", "observation"][..., 0].amax(1) == 0
+    assert int(own.sum()) == 2
+    assert bool((found[~own] == undisturbed[~own]).all())
+    there, gone = found[own][:, : at - 1], found[own][:, at - 1 :]
+    first = undisturbed[own][:, : at - 1]
+    first["next", "done"][:, -1] = first["next", "truncated"][:, -1] = True
+    assert bool((there == first).all())
+    assert (gone[IDS] == -1).all()
+    values = gone.exclude(IDS).values(True, True)
+    assert not any(bool(value.any()) for value in values)  # the mask among them
+    assert (stats["workers_lost"], stats["relaunches"], stats["workers_alive"]) == (1, 0, 1)
+    assert stats["frames"] == stats["frames_stepped"] == int(found[MASK].sum())
+
+
+@pytest.mark.parametrize("policy", [sampling, recurrent])
+def test_policies_act_in_the_others_as_without_a_worker_that_is_gone(policy):
+    def collect(kills):
+        torch.manual_seed(0)
+        options = {"max_frames_per_traj": 6, "on_failure": "continue", "check_finite": True}
+        with collecting("sync", [cart] * 3, policy(4, 2), each=2, **options) as collector:
+            collector.set_seed(5)
+            batches = []
+            for number in range(6):
+                batches.append(collector.next())
+                if number in kills:
+                    kill(collector, kills[number])
+            return torch.cat(batches, -1)
+
+    undisturbed, found = collect({}), collect({1: 2, 3: 0})
+    assert bool((found[2:4] == undisturbed[2:4]).all())
+    valid = [4 * STEPS] * 2 + [6 * STEPS] * 2 + [2 * STEPS] * 2
+    assert found[MASK].sum(-1).tolist() == valid
+    assert (found[IDS][~found[MASK]] == -1).all()
+
+
+@pytest.mark.parametrize("kind", ["async", "policy process"])
+def test_others_go_on_without_a_worker_at_their_own_pace(kind, tmp_path):
+    def streams(fault):
+        found = {0: [], 1: [], 2: []}
+        makers = [rig.counting(0), once(rig.counting(1), fault, 20, tmp_path / "mark")]
+        makers.append(rig.counting(2))
+        with collecting(kind, makers, on_failure="continue") as collector:
+            collector.set_seed(3)
+            while any(len(found[number]) < 12 for number in (0, 2)):
+                batch = collector.next()
+                seen = batch["next", "observation"]
+                row = seen[:, 1].tolist(), batch[IDS].tolist(), batch["action"].tolist()
+                found[int(seen[0, 0])].append(row)
+                assert batch[MASK].all()
+            return found, collector.stats()
+
+    undisturbed, _ = streams(bool)
+    (tmp_path / "mark").unlink()
+    found, stats = streams(rig.kill)
+    for number, most in ((0, 12), (1, 2), (2, 12)):
+        assert found[number][:most] == undisturbed[number][:most]
+    assert len(found[1]) == 2  # the rollout under way is lost with the worker
+    assert (stats["workers_lost"], stats["relaunches"]) == (1, 0)
+    assert stats["frames"] == stats["frames_stepped"] - stats["frames_under_way"]
+    assert stats["frames"] == STEPS * sum(map(len, found.values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_all_workers_ends_collection(kind, tmp_path):
+    makers = [
+        once(rig.counting(number), rig.kill, 20 + number, tmp_path / f"mark{number}")
+        for number in (0, 1)
+    ]
+    collector = collecting(kind, makers, on_failure="continue")
+    says = pytest.raises(WorkerDied, match="signal 9")
+    with collector, says, rig.in_time(4 * rig.LIMIT):
+        collections.deque(collector, 0)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_commands_and_states_do_without_a_lost_worker(kind):
+    def states():
+        with collecting(kind, [rig.counting(0), rig.counting(1)], **options) as collector:
+            collector.next()
+            kill(collector, 0)
+            for act in (lambda: collector.set_seed(3), collector.reset):
+                act()
+                for batch in (collector.next() for _ in range(3)):
+                    assert set(batch[batch[MASK]]["next", "observation"][..., 0].tolist()) == {1.0}
+            collector.update_policy_weights_()
+            yield collector.state_dict()
+            collector.load_state_dict(collector.state_dict())
+            assert collector.next()[MASK].sum() == STEPS
+
+    options = {"policy": sampling(2, 2), "on_failure": "continue"}
+    options["observation_dtype"] = torch.float32
+    with warnings.catch_warnings(action="ignore"):
+        for state in states():
+            with collecting(kind, [rig.counting(0), rig.counting(1)], **options) as other:
+                other.load_state_dict(state)
+                found = [other.next() for _ in range(6)]
+                assert torch.cat([one.reshape(-1) for one in found])[MASK].all()
+
+
 def test_seeds_of_a_replacement_follow_from_the_seed_and_repeat_nothing():
     def collect():
         with collecting("sync", [cart] * 2) as collector:
@@ -249,10 +366,18 @@ def test_a_crash_loop_ends_with_its_cause(kind, most, tmp_path):
             rig.fail()
         return once(rig.counting(1), rig.kill, 3, mark)()
 
-    collector = collecting(kind, [rig.counting(0), make], max_relaunches=most)
-    says = pytest.raises(WorkerDied, match=r"(?s)in the simulator.*max_relaunches=.?2")
-    with collector, says, rig.in_time(4 * rig.LIMIT):
-        collections.deque(collector, 0)
+    with collecting(kind, [rig.counting(0), make], max_relaunches=most) as collector:
+        if kind == "sync":
+            says = pytest.raises(WorkerDied, match=r"(?s)in the simulator.*max_relaunches=.?2")
+            with says, rig.in_time(4 * rig.LIMIT):
+                collections.deque(collector, 0)
+            return
+        with warnings.catch_warnings(record=True) as told, rig.in_time(4 * rig.LIMIT):
+            warnings.simplefilter("always")
+            while not any("for good" in str(one.message) for one in told):
+                collector.next()
+        assert re.search("(?s)for good .*max_relaunches=.?2.*in the simulator", str(told[-1]))
+        assert collector.next()["next", "observation"][0, 0] == 0
 
 
 def test_a_replacement_that_dies_again_and_again_ends_with_its_cause():
@@ -313,15 +438,17 @@ def test_a_state_without_the_episodes_of_a_lost_worker_begins_new_ones():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, tmp_path):
+@pytest.mark.parametrize("how", ["continue", "relaunch"])
+def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, how, tmp_path):
     makers = [rig.counting(0), once(rig.counting(1), rig.kill, 20, tmp_path / "mark")]
     buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8)
-    with collecting(kind, makers, replay_buffer=buffer) as collector:
+    counter = "relaunches" if how == "relaunch" else "workers_lost"
+    with collecting(kind, makers, replay_buffer=buffer, on_failure=how) as collector:
         for _ in range(40):
             collector.next()
-            if collector.stats()["relaunches"]:
+            if collector.stats()[counter]:
                 break
-        assert collector.stats()["relaunches"] == 1
+        assert collector.stats()[counter] == 1
         assert len(buffer) == collector.stats()["frames"]
     assert (buffer[:]["next", "observation"][:, 1] > 0).all()
 
@@ -329,7 +456,7 @@ def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, tmp
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"on_failure": "continue"}, "'relaunch'"),
+        ({"on_failure": "restart"}, "'raise', 'continue' or 'relaunch'"),
         ({"on_failure": "relaunch", "traj_quota": "equal", "trajs_per_batch": 2}, "traj_quota"),
         ({"on_failure": "relaunch", "max_relaunches": (3, 0)}, "max_relaunches"),
     ],

@@ -27,6 +27,7 @@ from gleanrl import (
     WorkerDied,
     WorkerError,
 )
+from gleanrl.testing import FaultyEnv
 
 pytestmark = pytest.mark.usefixtures("tidy_workers")
 
@@ -432,6 +433,67 @@ def test_the_death_of_the_worker_reaches_the_caller():
         await_error(evaluator, WorkerDied, "killed by signal 9")
 
 
+class LostOnce(gym.Wrapper):
+    """Does ``fault`` at its step ``at``, unless there is the file ``mark``."""
+
+    def __init__(self, env, fault, at, mark):
+        super().__init__(env)
+        self.fault, self.left, self.mark = fault, at, mark
+
+    def step(self, action):
+        self.left -= 1
+        if self.left == 0 and not self.mark.exists():
+            self.mark.touch()
+            self.fault()
+        return self.env.step(action)
+
+
+survives = pytest.mark.filterwarnings("ignore:collection waits|.*takes part again")
+
+
+@survives
+@pytest.mark.parametrize("fault", [rig.kill, rig.hang])
+def test_an_evaluation_is_played_again_by_a_replacement(fault, tmp_path):
+    mark = tmp_path / "mark"
+
+    def play():
+        def make():
+            return LostOnce(gym.make("CartPole-v1"), fault, 60, mark)
+
+        kwargs = {"collector_kwargs": {"num_envs": 2}, "timeout": 1.0, "on_failure": "relaunch"}
+        with Evaluator(make, lean_choice, num_trajectories=6, **kwargs) as evaluator:
+            found = [evaluator.evaluate(seed=seed) for seed in (3, 5, 5, None)]
+        assert mark.exists()
+        return [one.returns.tolist() for one in found]
+
+    disturbed = play()
+    assert disturbed == play()  # the file is there
+    assert disturbed[1] == disturbed[2] != disturbed[3]
+
+
+def lean_choice(observation):
+    return (observation[..., 2] > 0).long()
+
+
+@survives
+def test_a_worker_that_is_lost_again_and_again_ends_the_evaluator():
+    options = {"num_trajectories": 9, "on_failure": "relaunch", "max_relaunches": 1}
+    with Evaluator(rig.counting(fault=rig.kill), noisy_choice, **options) as evaluator:
+        await_error(evaluator, WorkerDied, r"signal 9.*max_relaunches=1")
+
+
+@pytest.mark.parametrize(("envs", "at"), [(1, 15), (1, 64), (1, 65), (2, 15), (2, 21)])
+def test_an_episode_that_an_error_has_cut_does_not_count(envs, at, tmp_path):
+    env = functools.partial(rig.Count, length=10)
+    broken = functools.partial(FaultyEnv, env, "raise", at=at, once=tmp_path / "mark")
+    options = {"collector_kwargs": {"num_envs": envs}, "on_env_error": "restart"}
+    with Evaluator(broken, noisy_choice, num_trajectories=10, **options) as evaluator:
+        with pytest.warns(UserWarning, match="built anew") as told:
+            result = evaluator.evaluate()
+        assert len(told) == 1
+        assert result.lengths.tolist() == result.returns.tolist() == [10] * 10
+
+
 def test_a_deadline_ends_a_worker_that_hangs():
     with Evaluator(
         rig.counting(fault=rig.hang), noisy_choice, num_trajectories=9, timeout=0.3
@@ -488,6 +550,9 @@ def test_an_evaluator_that_is_dropped_ends_its_worker():
         ({"metrics_fn": lambda episodes: episodes.shape}, "metrics_fn returned .*mapping of names"),
         ({"policy_factory": lambda env: None}, "needs an env that is callable"),
         ({"seed": -1}, "seed"),
+        ({"on_failure": "continue"}, "'raise', 'relaunch'"),
+        ({"on_failure": "relaunch", "backend": "inline"}, "needs a worker"),
+        ({"on_env_error": "relaunch"}, "'raise' or 'restart'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, match):

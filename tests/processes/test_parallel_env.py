@@ -1,5 +1,6 @@
 """ParallelEnv: the data of a SerialEnv from other processes, named errors, nothing left behind."""
 
+import functools
 import gc
 import itertools
 import os
@@ -35,6 +36,7 @@ from gleanrl import (
     EnvCreator,
     EnvError,
     GymEnv,
+    MultiAsyncCollector,
     MultiSyncCollector,
     ParallelEnv,
     PolicyError,
@@ -421,6 +423,8 @@ def test_nothing_is_started_before_it_is_used_and_an_unstarted_one_can_be_pickle
         ((1, 5), {}, "must be one entry or one per environment"),
         ((1, [Walk()]), {}, "environment 0 is a Walk; give an id or a callable"),
         ((1, Walk), {"timeout": 0}, r"timeout \(0\) must be a positive number"),
+        ((1, Walk), {"on_failure": "continue"}, "cannot have fewer environments"),
+        ((1, Walk), {"on_failure": "relaunch", "max_relaunches": -1}, "max_relaunches"),
     ],
 )
 def test_wrong_arguments_are_named_at_construction(arguments, options, message):
@@ -607,6 +611,164 @@ def test_an_interrupt_leaves_an_environment_that_can_be_reset():
         with SerialEnv(2, Walk) as serial:
             serial.set_seed(3)
             assert same(serial.reset(), found)
+
+
+# -- replacements ----------------------------------------------------------------------------------
+
+MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
+survives = pytest.mark.filterwarnings("ignore:collection waits|.*takes part again")
+
+
+def dying(mark, fault=rig.kill, at=7):
+    """Return three environments in two workers, the first of which is lost once."""
+
+    def make():
+        env = rig.Count(0, at=at)
+        env.fault = None if mark.exists() else lambda: (mark.touch(), fault())
+        return env
+
+    return [make, rig.counting(1), rig.counting(2)]
+
+
+def stand_still():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def steps_of(env, count, at_once):
+    """Return ``count`` finished steps."""
+    env.set_seed(3)
+    root, found = env.reset(), []
+    for _ in range(count):
+        root = env.rand_action(root)
+        if at_once:
+            finished, root = env.step_and_maybe_reset(root)
+        else:
+            finished = env.step(root)
+            root = env.maybe_reset(env.step_mdp(finished))
+        found.append(finished.clone())
+    return torch.stack(found, 1)
+
+
+@survives
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("fault", [rig.kill, stand_still])
+def test_environments_of_a_lost_worker_are_truncated_and_the_others_not_disturbed(
+    fault, at_once, tmp_path
+):
+    def collect():
+        torch.manual_seed(0)
+        makers = dying(tmp_path / "mark", fault)
+        options = {"num_envs": 3, "timeout": 1.0, "on_failure": "relaunch"}
+        with ParallelEnv(2, makers, **options) as env:
+            return steps_of(env, 12, at_once)
+
+    (tmp_path / "mark").touch()
+    undisturbed = collect()
+    (tmp_path / "mark").unlink()
+    found = collect()
+    assert bool((found[2:] == undisturbed[2:]).all())
+    before, lost, after = found[:2, :6], found[:2, 6], found[:2, 7:]
+    assert bool((before == undisturbed[:2, :6]).all())
+    assert torch.equal(lost["next", "observation"], lost["observation"])
+    assert lost["next", "truncated"].all()
+    assert lost["next", "done"].all()
+    assert not lost["next", "terminated"].any()
+    assert not lost["next", "reward"].any()
+    steps = torch.arange(1.0, 6.0, dtype=torch.float64).expand(2, -1)
+    assert torch.equal(after["next", "observation"][..., 1], steps)
+    assert after["next", "terminated"].sum() == 2
+
+
+class Known(EnvBase):
+    """Has TensorDict methods only, and knows its process."""
+
+    def __init__(self, truncates=True):
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded((2,)))
+        self.action_spec = Unbounded((1,))
+        self.reward_spec = Unbounded((1,))
+        if truncates:
+            self.add_truncated_keys()
+        self.process, self.count = os.getpid(), 0
+
+    def _reset(self, tensordict=None):
+        self.count = 0
+        return TensorDict({"observation": torch.zeros(2)})
+
+    def _step(self, tensordict):
+        self.count += 1
+        shown = torch.full((2,), float(self.count))
+        return TensorDict({"observation": shown, "reward": torch.ones(1)})
+
+    def _set_seed(self, seed, static=False):
+        pass
+
+
+@survives
+def test_a_worker_that_is_lost_between_steps_begins_anew():
+    with ParallelEnv(2, Known, on_failure="relaunch") as env:
+        root = env.reset()
+        for again in (False, True):
+            for _ in range(3):
+                root = env.step_mdp(env.step(env.rand_action(root)))
+            os.kill(env.get_attr("process")[1], signal.SIGKILL)
+            if again:
+                root = env.reset()
+            finished, root = env.step_and_maybe_reset(env.rand_action(root))
+            last = finished["next", "observation"][:, 0].tolist()
+            assert last == ([1.0, 1.0] if again else [4.0, 3.0])
+            assert finished["next", "truncated"][:, 0].tolist() == [False, not again]
+            assert root["observation"][:, 0].tolist() == ([1.0, 1.0] if again else [4.0, 0.0])
+            root = env.reset()
+
+
+@survives
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_collector_masks_the_step_of_a_lost_worker(inside, tmp_path):
+    def collect():
+        make = functools.partial(
+            ParallelEnv, 2, dying(tmp_path / "mark", at=13), num_envs=3, on_failure="relaunch"
+        )
+        kind = functools.partial(MultiSyncCollector, [make], cat_results=0)
+        if not inside:
+            kind = functools.partial(Collector, make())
+        with kind(frames_per_batch=24, total_frames=-1) as collector:
+            collector.set_seed(1)
+            found = torch.cat([collector.next().clone() for _ in range(4)], -1)
+            assert collector.stats()["frames"] == int(found[MASK].sum())
+            return found
+
+    (tmp_path / "mark").touch()
+    undisturbed = collect()
+    (tmp_path / "mark").unlink()
+    found = collect()
+    assert bool((found[2:] == undisturbed[2:]).all())
+    for row in found[:2]:
+        assert row[MASK].tolist() == [True] * 12 + [False] + [True] * 19
+        seen = row["next", "observation"][:, 1].tolist()
+        assert seen == [*range(1, 13), 0, *range(1, 20)]
+        assert row[IDS][12] == -1
+        assert row["next", "truncated"][:, 0].nonzero().tolist() == [[11]]
+        assert row["next", "reward"][:, 0].tolist() == [1.0] * 12 + [0.0] + [1.0] * 19
+
+
+@survives
+def test_a_worker_that_is_lost_again_and_again_ends_the_environment():
+    makers = [rig.counting(0), rig.counting(1, fault=rig.kill, at=1)]
+    env = ParallelEnv(2, makers, on_failure="relaunch", max_relaunches=1)
+    with env, pytest.raises(WorkerDied, match=r"signal 9.*max_relaunches=1"):
+        env.rollout(9, break_when_any_done=False)
+
+
+def test_replacements_need_an_end_that_is_a_truncation():
+    never = functools.partial(Known, truncates=False)
+    with pytest.raises(ConfigError, match="add_truncated_keys"):
+        ParallelEnv(2, never, on_failure="relaunch").start()
+    options = {"policy_process": False, "on_failure": "relaunch"}  # which masks frames instead
+    with MultiAsyncCollector(
+        [never], inference="central", frames_per_batch=4, total_frames=4, **options
+    ) as collector:
+        assert [batch.numel() for batch in collector] == [4]
 
 
 # -- with collectors and creators ------------------------------------------------------------------

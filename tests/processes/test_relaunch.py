@@ -326,7 +326,6 @@ def test_commands_reach_replacements(kind):
         ({"on_failure": "relaunch", "traj_quota": "equal", "trajs_per_batch": 2}, "traj_quota"),
         ({"on_failure": "relaunch", "max_relaunches": -1}, "max_relaunches"),
         ({"on_failure": "relaunch", "max_relaunches": (3, 0)}, "max_relaunches"),
-        ({"on_failure": "continue", "inference": "central"}, "on_failure"),
     ],
 )
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
@@ -339,6 +338,20 @@ def test_a_soak_finds_no_wrong_frame(kind):
     figures = soak.run(kind, 3.0, seed=1)
     assert figures["relaunches"]
     assert figures["frames"]
+
+
+def test_a_seed_does_not_wait_for_the_rollouts_of_a_lost_worker():
+    """Workers write into this buffer, so that rollouts under way are collected first."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4000), batch_size=8, shared=True)
+    makers = [rig.counting(0), rig.counting(1, pause=0.05)]
+    with collecting("async", *makers, how="continue", replay_buffer=buffer) as collector:
+        collector.next()
+        pid = pid_of(collector, 1)
+        threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+        with rig.in_time(2 * rig.LIMIT):
+            collector.set_seed(1)
+            collector.next()
+        assert collector.stats()["workers_lost"] == 1
 
 
 def test_a_replacement_is_up_within_a_second():

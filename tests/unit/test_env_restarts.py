@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -289,6 +290,42 @@ def test_an_environment_that_always_raises_ends_collection(most):
         assert any(f"max_env_restarts={most}" in text for text in caught.value.__notes__)
     assert len(lives) == 3
     assert all(env.closed for env in lives)
+
+
+@pytest.mark.parametrize("where", ["build", "reset"])
+@pytest.mark.parametrize("inference", [None, "workers", "central"])
+def test_an_environment_that_raises_at_first_is_built_again(where, inference, tmp_path):
+    def make(fails):
+        fault = [(where, 1)] if len(list(tmp_path.iterdir())) < fails else []
+        (tmp_path / f"{time.monotonic_ns()}").touch()
+        return Fragile(1, fault, [])
+
+    def collect(fails):
+        makers = [fragile(), functools.partial(make, fails)]
+        options = {"frames_per_batch": 10, "total_frames": 20, "on_env_error": "restart"}
+        if inference is None:
+            collector = Collector(makers, max_env_restarts=2, **options)
+        else:
+            options |= {"inference": inference, "max_env_restarts": 2}
+            collector = MultiSyncCollector(makers, **options)
+        with collector:
+            batches = [batch.clone() for batch in collector]
+            assert all(batch[MASK].all() for batch in batches)
+            return collector.stats()["env_restarts"]
+
+    assert collect(2) == 2
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(LookupError, match="in the simulator") as caught:
+        collect(9)
+    assert any("max_env_restarts=2" in text for text in caught.value.__notes__)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_environment_that_does_not_exist_is_not_tried_again():
+    with pytest.raises(ConfigError, match="no environment is registered") as caught:
+        collecting("NoSuchEnv-v0")
+    assert not getattr(caught.value, "__notes__", [])
 
 
 @pytest.mark.parametrize(

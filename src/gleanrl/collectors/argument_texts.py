@@ -50,7 +50,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "dtypes.",
         "on_env_error": 'The reaction to an exception of an environment. ``"raise"`` raises it. '
         '``"restart"`` closes the environment, builds it anew and resets it, alone, with a warning '
-        "that has the traceback. Its trajectory ends with the last whole step, truncated if that "
+        "that has the traceback; also while it is first built. Its trajectory ends with the last "
+        "whole step, truncated if that "
         "is in the same rollout. The frame of the step that raised is no transition: its "
         '``("collector", "mask")`` is False and its trajectory id -1. Needs single Gymnasium '
         "environments from ids or callables.",
@@ -175,7 +176,7 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         '``"relaunch"`` starts a replacement: a batch of all workers waits for it, otherwise it '
         'collects as soon as it is up. The launchers ``"torchrun"`` and ``"submitit_delayed"`` '
         'cannot replace nodes. With ``inference="central"`` a replacement begins in the step that '
-        'the lost worker owes, and ``"continue"`` is refused.',
+        'the lost worker owes; with ``"continue"`` the mask is False from that step on.',
         "max_relaunches": "Replacements of each worker, failed ones included: a number, or "
         "``(number, seconds)`` for so many within that time. After that, a batch of all workers "
         "raises the last error, and otherwise collection continues without the worker.",

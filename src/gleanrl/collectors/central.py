@@ -84,11 +84,6 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
             raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
     if kind == "workers":
         return False
-    if arguments["on_failure"] == "continue":
-        raise ConfigError(
-            "on_failure='continue' and inference='central' exclude each other: lost workers are "
-            "replaced there, by 'relaunch'"
-        )
     for name, why in _excluded(arguments):
         raise ConfigError(
             f"{name} ({arguments[name]!r:.80}) and inference='central' exclude each other: {why}"
@@ -185,7 +180,9 @@ def central_plan(
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
         affinity=affinity,
+        on_failure=arguments["on_failure"],
         relaunches=read_failure(arguments),
+        needs_all=sync and arguments["on_failure"] == "relaunch",
         restarts=restarts if arguments["on_env_error"] == "restart" else None,
     )
     # Asynchronous ones are groups of one worker each, which go on at their own pace.

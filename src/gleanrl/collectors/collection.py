@@ -29,6 +29,8 @@ from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
 
+_LOOK_S = 0.2
+"""Seconds after which a wait for rollouts looks for losses and late workers."""
 _MOST_OLD = 100
 """Batches that are discarded one after another before that is an error."""
 
@@ -81,8 +83,7 @@ class Collection:
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
         if plan.central is not None:
-            session = plan.central.start().session
-            engine.newest_losses, engine.mishaps = session.newest_losses, session.mishaps
+            engine.told_by(plan.central.start().session)
         self.budget = _budget(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
@@ -238,7 +239,11 @@ class Collection:
 
     def _finish(self) -> None:
         """Collect all rollouts under way."""
-        while not self.engine.gather.idle:
+        engine = self.engine
+        while not engine.gather.idle:
+            if not engine.ready(self.budget, False, self.timeout):
+                engine.wait(_LOOK_S)  # workers that are lost meanwhile deliver nothing
+                continue
             delivered = self.collect(feed=False)
             if not self.filling.is_running():
                 self.ready += delivered
@@ -265,6 +270,11 @@ class Collection:
         self.seeds = seeds
         if self._replacements is not None:
             self._replacements.seeds = seeds
+
+    def repeat_seeds(self) -> None:
+        """Have replacements get the seeds of those before them, to make the same rollouts."""
+        if self._replacements is not None:
+            self._replacements.repeats = True
 
     # -- what it shows ---------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class CollectorWeights:
     def _send(self, due: Collection[int]) -> None:
         everybody = len(due) == self._engine.workers
         if self._engine.tolerant:
-            self._engine.check()  # workers that were lost meanwhile need no weights
+            self._engine.check_alive()  # workers that were lost meanwhile need no weights
             due = set(due).intersection(self._engine.alive)
         if due:
             self.update({"policy": None}, None if everybody else sorted(due))

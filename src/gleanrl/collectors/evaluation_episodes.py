@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from gleanrl.collectors.inside_worker import FillingSource, serve_worker
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.returns import mean_rewards
@@ -85,6 +85,8 @@ class Episodes:
         if self._plan.metrics is None:
             ends = {key for key in keys if key[0] == NEXT and key[-1] in END_FLAGS}
             batch = batch.select(*(keys & {self._plan.reward_key, TRAJ_IDS, MASK} | ends))
+        if MASK in keys:
+            _keep_open(batch, [key for key in keys if key[-1] == "truncated" and key[0] == NEXT])
         self._whole.push(batch)
 
     def forget(self) -> None:
@@ -105,6 +107,15 @@ class Episodes:
                 "metrics": _numbers(found),
             }
         )
+
+
+def _keep_open(batch: TensorDictBase, truncated: Iterable[Key]) -> None:
+    """Leave episodes open that an error has cut, so that they do not count; another one follows."""
+    cut = ~batch.get(MASK)[..., 1:]
+    for key in truncated if bool(cut.any()) else ():
+        done, dead = (batch.get((*key[:-1], name))[..., :-1, :] for name in ("done", "terminated"))
+        done[cut] = dead[cut]
+        batch.get(key)[..., :-1, :][cut] = False
 
 
 def _numbers(found: Any) -> dict[str, torch.Tensor]:
@@ -156,14 +167,15 @@ class EpisodesSource(FillingSource):
         began = time.perf_counter()
         if not self._fresh:
             self.reset(None, {})
-        self._fresh, frames = False, 0
+        self._fresh, frames, mishaps = False, 0, tuple[Mishap, ...]()
         while True:
             report = super().collect(window, self._steps, stop, random)
-            frames += report.frames
+            frames, mishaps = frames + report.frames, mishaps + report.mishaps
             summary = self._episodes.summary()
             if summary is not None:
                 summary.set("seconds", torch.tensor(time.perf_counter() - began))
-                return Report(steps, frames, report.policy_version, payload=summary)
+                version = report.policy_version
+                return Report(steps, frames, version, payload=summary, mishaps=mishaps)
             if stop[0]:
                 raise ClosedError("the evaluator was shut down while it evaluated")
 

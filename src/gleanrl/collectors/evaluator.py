@@ -157,6 +157,7 @@ class _Player:
         dump_video: bool,
     ) -> None:
         self.collector, self._ask = collector, collector.collection.engine.ask
+        collector.collection.repeat_seeds()
         self._dumps = dump_video and self._has_transforms()
         self._prefix, self._on_result = prefix, on_result
         self._owner = os.getpid()
@@ -243,6 +244,7 @@ class _Player:
         collector = self.collector
         if request.weights or request.version is not None:
             collector.receive_models(request.weights, request.version)
+        collector.collection.renew_seeds({})
         if request.seed is not None:  # after the weights: it resets, and transforms may have some
             collector.set_seed(request.seed)
         summary, version = self._episodes()
@@ -315,8 +317,9 @@ class Evaluator:
     order of requests, `evaluate` waits for its own. Every environment contributes equally many
     episodes, so short ones are not preferred. Modules act in evaluation mode (``eval()``).
 
-    An exception in the worker, its death and a missed deadline end the evaluator. `wait` and `poll`
-    raise the error after the results before it; all other calls raise it at once.
+    An exception in the worker, its death and a missed deadline end the evaluator, unless
+    ``on_env_error`` or ``on_failure`` say otherwise. `wait` and `poll` raise the error after the
+    results before it; all other calls raise it at once.
 
     Example:
         >>> from gleanrl import Evaluator
@@ -358,6 +361,10 @@ class Evaluator:
         ray_kwargs: Mapping[str, Any] | None = None,
         seed: int | None = None,
         timeout: float | None = None,
+        on_failure: str = "raise",
+        max_relaunches: int | tuple[int, float] = 3,
+        on_env_error: str = "raise",
+        max_env_restarts: int | tuple[int, float] = 10,
     ) -> None:
         """Start the worker; it builds its environments and resets them once.
 
@@ -398,6 +405,15 @@ class Evaluator:
             seed: The seed of every evaluation, so that all start from the same states. By default
                 each evaluation has new start states.
             timeout: Seconds that an evaluation may take; a worker that takes longer is killed.
+            on_failure: The reaction to a worker that dies or is late: ``"raise"``, or
+                ``"relaunch"``, with a warning: a replacement plays the evaluation again, with the
+                same weights and ``seed``.
+            max_relaunches: Replacements, failed ones included: a number, or ``(number, seconds)``
+                for so many within a time. Then the error is raised.
+            on_env_error: The reaction to an exception of an environment: ``"raise"``, or
+                ``"restart"``, with a warning: it is built anew, and plays another episode in place
+                of the one that was cut.
+            max_env_restarts: How often each environment may be built anew; as ``max_relaunches``.
 
         Raises:
             ConfigError: an argument is wrong or contradicts another.
@@ -411,7 +427,7 @@ class Evaluator:
             on_result=on_result,
             init_fn=init_fn,
         )
-        _check_words(backend, busy_policy, collector_cls, done_keys)
+        _check_words(backend, busy_policy, on_failure, collector_cls, done_keys)
         plan = EpisodesPlan(
             count=check_int("num_trajectories", num_trajectories, least=1),
             reward_key=as_key(reward_keys),
@@ -432,6 +448,10 @@ class Evaluator:
             "policy_device": device,
             "init_fn": init_fn,
             "timeout": timeout,
+            "on_failure": on_failure,
+            "max_relaunches": max_relaunches,
+            "on_env_error": on_env_error,
+            "max_env_restarts": max_env_restarts,
         }
         kwargs = _completed(given, collector_kwargs or {})
         if policy_factory is not None and _takes_env(policy_factory):
@@ -670,7 +690,9 @@ _OWN = {*TEXTS["Batches"], *TEXTS["Replay buffer"], "backend", "sync", "num_coll
 _OWN |= {"num_workers", "collector_class", "policy_factory", "remote_configs"}
 
 
-def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: Any) -> None:
+def _check_words(
+    backend: str, busy_policy: str, on_failure: str, collector_cls: Any, done_keys: Any
+) -> None:
     """Check the words for unknown or unavailable choices."""
     if backend == "thread":
         raise ConfigError(
@@ -681,9 +703,12 @@ def _check_words(backend: str, busy_policy: str, collector_cls: Any, done_keys: 
     for name, value, known in (
         ("backend", backend, ("process", "ray", "inline")),
         ("busy_policy", busy_policy, ("skip", "error", "queue")),
+        ("on_failure", on_failure, ("raise", "relaunch")),
     ):
         if value not in known:
             raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(map(repr, known))}")
+    if on_failure == "relaunch" and backend == "inline":
+        raise ConfigError("on_failure='relaunch' needs a worker to lose: use backend='process'")
     if collector_cls not in (None, Collector, "Collector", "SyncDataCollector"):
         raise ConfigError(
             f"collector_cls ({collector_cls!r}) must be Collector: it runs in the evaluator's "

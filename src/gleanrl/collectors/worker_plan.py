@@ -102,7 +102,7 @@ class WorkerPlan:
         self.relaunches = None if central else read_failure(arguments)
         """The number of replacements of each worker, and in how many seconds (``None`` for all);
         ``None`` without replacements."""
-        self.tolerant = arguments["on_failure"] != "raise" and not central
+        self.tolerant = arguments["on_failure"] != "raise" and not (central and sync)
         """Whether collection continues when workers are lost."""
         self.blanks = sync and arguments["on_failure"] == "continue"
         """Whether batches may lack the rollouts of lost workers."""
@@ -111,7 +111,7 @@ class WorkerPlan:
         self.masks = (
             self.stops
             or arguments["on_env_error"] == "restart"
-            or (central is not None and bool(central.begins_anew))
+            or (central is not None and bool(central.only_rows))
         )
         """Whether frames may be none of the environment's transitions."""
         self.sending = read_sending(arguments, count, sync)

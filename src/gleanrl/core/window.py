@@ -64,7 +64,7 @@ class Window:
             rows = self._tensor_rows[key] = self._tensors[key].unbind(1)
         return rows
 
-    def zero_from(self, step: int) -> None:
-        """Zero every field from ``step`` on, which a stopped rollout never reached."""
+    def zero_from(self, step: int, envs: int | slice = slice(None)) -> None:
+        """Zero every field of ``envs`` from ``step`` on, where nothing was collected."""
         for tensor in self._tensors.values():
-            tensor[:, step:] = 0
+            tensor[envs, step:] = 0

@@ -102,6 +102,8 @@ class PolicyReplacements(Replacements):
         self._engine, self._models = engine, models
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
+        self.repeats = False
+        """Whether replacements get these seeds, and not new ones."""
         super().__init__(engine, allowed)
 
     def commands(self, worker: int) -> list[m.Command]:
@@ -113,7 +115,8 @@ class PolicyReplacements(Replacements):
             *engine.standing.values(),
         ]
         if worker in self.seeds:
-            commands.append(reseeded(self.seeds[worker], engine.lives[worker]))
+            seed = self.seeds[worker]
+            commands.append(seed if self.repeats else reseeded(seed, engine.lives[worker]))
         elif any(isinstance(one, m.Load) and one.snapshot.of_environments for one in commands):
             commands.append(m.Reset())  # its first observations were made without these weights
         return commands

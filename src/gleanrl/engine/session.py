@@ -98,6 +98,8 @@ class Session:
     """Whether nothing continues without a worker that is not being replaced."""
     replacing: Replacing | None = None
     """Replaces lost workers, if the user wants that."""
+    tells = True
+    """Whether losses are warned of and counted here."""
     _busy = False
     _close_next: Callable[[], None] | None = None
     """Ends the session at the end of the rollout that this thread makes."""
@@ -345,6 +347,10 @@ class Session:
         if not (self.can_continue and self.backend.no_end_noticed()):
             self.check()
 
+    def told_by(self, other: Session) -> None:
+        """Leave it to ``other``, with the processes of these workers, to tell of losses."""
+        self.newest_losses, self.mishaps, self.tells = other.newest_losses, other.mishaps, False
+
     def wait(self, seconds: float) -> None:
         """Wait for commands under way, until a worker replies or for ``seconds``."""
         self.awaited = True
@@ -400,10 +406,19 @@ class Session:
             self._arrivals += 1
             ticket.reply, ticket.arrived = reply, self._arrivals
             if isinstance(reply, m.Failed):
-                self.changes += 1
-                if ticket.watched:
-                    self._failures.append(reply.error)
+                self._note_failure(ticket, reply.error)
         return True
+
+    def _note_failure(self, ticket: Ticket, error: BaseException) -> None:
+        """Note that a command failed, or that its worker has lost its environments."""
+        of_envs = self.tolerant and self.backend.inline  # which are in other processes
+        if of_envs and isinstance(error, WorkerDied | CollectorTimeout):
+            ticket.reply, self._open[ticket.number] = None, ticket
+            self._lose(ticket.worker, error)
+            return
+        self.changes += 1
+        if ticket.watched:
+            self._failures.append(error)
 
     def receive_available(self) -> None:
         """Receive the available replies, without waiting."""
@@ -542,7 +557,8 @@ class Session:
             return
         self.lost[worker] = error
         self.changes += 1
-        self.newest_losses.append((time.time(), worker, str(error)))
+        if self.tells:
+            self.newest_losses.append((time.time(), worker, str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
@@ -555,8 +571,9 @@ class Session:
 
     def _tell(self, counter: str, text: str) -> None:
         """Warn of something that collection survives."""
-        self.mishaps.append((counter, text))
-        warn(text)
+        if self.tells:
+            self.mishaps.append((counter, text))
+            warn(text)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -142,10 +142,10 @@ def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int
     if mask is not None:
         reached = mask.all(0)
         left_out = int((mask & ~reached).sum())
-        if (reached[1:] & ~reached[:-1]).any():
+        if (reached[1:] & ~reached[:-1]).any() or not mask.any(1).all():
             raise ConfigError(
-                "an environment of this batch began anew after a failure, which a storage of "
-                "[env, time] cannot hold; give a storage with ndim=1"
+                "an environment of this batch began anew after a failure, or is lost, which a "
+                "storage of [env, time] cannot hold; give a storage with ndim=1"
             )
         if left_out and not stepwise:
             raise ConfigError(

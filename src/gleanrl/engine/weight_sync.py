@@ -64,7 +64,7 @@ class Models:
             UnknownModelError: there is none here.
         """
         try:
-            return self._session.request(0, m.Get(model_id))
+            return self._session.ask(m.Get(model_id))
         except (AttributeError, LookupError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
@@ -131,12 +131,13 @@ class Models:
                 models[model_id] = weights_of(source)
                 if not models[model_id] and source is self.policy:
                     warn_of_no_weights(source)
-        first, *others = self.chosen(None)
+        workers = self._session.alive
         with self._session.turn(None):
             # All have one policy, and no version before its weights are known to fit.
-            self._session.request(first, m.Load(m.Snapshot(number, models)))
-            self._session.request_each(dict.fromkeys(others, m.Load(m.Snapshot(number, {}))))
-        return [first, *others]
+            self._session.ask(m.Load(m.Snapshot(number, models)))
+            others = dict.fromkeys(workers[1:], m.Load(m.Snapshot(number, {})))
+            self._session.request_each(others)
+        return workers
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""

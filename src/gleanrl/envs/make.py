@@ -15,7 +15,7 @@ from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
 from gleanrl.envs.rehearsal import transformed_rows
-from gleanrl.envs.restarting import RestartingEnv
+from gleanrl.envs.restarting import RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
@@ -87,9 +87,11 @@ def _restarting(
     items: Sequence[Any], options: SourceOptions, batch: bool, made: list[Any]
 ) -> RestartingEnv:
     """Return single Gymnasium environments of which each is built anew where it raises."""
-    envs = []
+    envs, kwargs = [], options.create_env_kwargs
+    allowed = read_allowance("max_env_restarts", options.max_env_restarts)
+    restarts = Restarts(len(items), allowed)
     for index, item in enumerate(items):
-        env = _build(index, item, options.create_env_kwargs, made)
+        env = restarts.built(index, partial(_build, index, item, kwargs, made))
         if is_built(item) or not isinstance(env, gym.Env) or is_vector_env(env):
             raise ConfigError(
                 "on_env_error='restart' builds single Gymnasium environments anew: give ids or "
@@ -98,10 +100,9 @@ def _restarting(
         envs.append(without_call_checks(env))
     if (error := unlike_spaces(envs)) is not None:
         raise error
-    allowed = read_allowance("max_env_restarts", options.max_env_restarts)
     shape = (len(envs),) if batch else ()
-    makers = [partial(_anew, item, options.create_env_kwargs) for item in items]
-    return RestartingEnv(envs, makers, shape, options.storing(), allowed)
+    makers = [partial(_anew, item, kwargs) for item in items]
+    return RestartingEnv(envs, makers, shape, options.storing(), restarts)
 
 
 def _anew(given: Any, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:

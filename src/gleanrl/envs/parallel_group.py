@@ -25,7 +25,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
-from gleanrl.envs.restarting import Make, RestartingEnv
+from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
@@ -123,7 +123,7 @@ class EnvGroup:
         envs: Sequence[Any],
         memory: SharedMemory | None,
         makers: Sequence[Make] = (),
-        restarts: tuple[int, float | None] | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
         """Take over ``envs``, whose windows lie in ``memory``.
 
@@ -131,8 +131,7 @@ class EnvGroup:
             envs: Environments with TensorDict methods.
             memory: ``None`` if they are only looked at.
             makers: Each builds another environment like that of ``envs``.
-            restarts: How often each may be built anew when it raises, and within how many seconds;
-                ``None`` for never.
+            restarts: How often each may be built anew when it raises; ``None`` for never.
 
         Raises:
             ConfigError: they do not fit together.
@@ -167,7 +166,7 @@ class EnvGroup:
             infos=self.envs.info_entries,
         )
 
-    def _restarting(self, row: Any, allowed: tuple[int, float | None]) -> RestartingEnv:
+    def _restarting(self, row: Any, restarts: Restarts) -> RestartingEnv:
         """Return the rows of ``row``, but with environments that are built anew when they raise.
 
         Raises:
@@ -181,7 +180,7 @@ class EnvGroup:
                 f"callables that make one, not a {type(self.envs.members[0]).__name__}"
             )
         made = RestartingEnv(
-            rows.envs, self._makers, rows.layout.batch_shape, rows.options, allowed
+            rows.envs, self._makers, rows.layout.batch_shape, rows.options, restarts
         )
         made.on_rebuilt, self.failures = self._rebuilt, made.failures
         return made
@@ -293,11 +292,17 @@ class EnvGroup:
         return bool(ended)
 
     def begin(self) -> None:
-        """Reset all environments, in place of a step that was under way when a worker was lost."""
-        number, t, _ = self._order.tolist()
+        """Reset all environments, in place of a step that was under way when a worker was lost.
+
+        A step of the row is followed by a reset if the learner wants that.
+        """
+        number, t, resets = self._order.tolist()
         self._cut[:] = self._ended[:] = False
         self._anew[:] = True
-        self._rollouts.begin(number, t + 1)
+        if number:
+            self._rollouts.begin(number, t + 1)
+        elif resets:
+            self._row.reset_row({}, {})
 
     def finish(self) -> bool:
         """End a rollout that was stopped early."""

@@ -23,6 +23,7 @@ from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
+from gleanrl.envs.restarting import Restarts
 from gleanrl.memory.pulses import PulseAddress, PulseEnds
 from gleanrl.memory.shared import SharedMemory
 
@@ -64,15 +65,17 @@ class EnvWorkerBuilder:
             partial(make_tensordict_env, factory, kwargs, self.storing)
             for factory, kwargs in zip(self.create_env_fn, self.create_env_kwargs, strict=True)
         ]
+        restarts = [self.restarts and Restarts(size, self.restarts) for size in self.sizes]
+        places = [
+            (own, env) for own, n in zip(restarts, self.sizes, strict=True) for env in range(n)
+        ]
         with closed_on_error(made):
-            for make in makers:
-                made.append(make())  # noqa: PERF401  # what was made is closed if one fails
+            for make, (own, env) in zip(makers, places, strict=True):  # closed if one fails
+                made.append(make() if own is None else own.built(env, make))
             left, anew = iter(made), map(partial, repeat(_built_anew), makers, made)
             groups = [
-                EnvGroup(
-                    list(islice(left, size)), self.memory, list(islice(anew, size)), self.restarts
-                )
-                for size in self.sizes
+                EnvGroup(list(islice(left, size)), self.memory, list(islice(anew, size)), own)
+                for own, size in zip(restarts, self.sizes, strict=True)
             ]
             return EnvWorker(groups, self.pulses)
 

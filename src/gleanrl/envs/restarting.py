@@ -7,7 +7,7 @@ import random
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import gymnasium as gym
 
@@ -18,6 +18,43 @@ from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 
 Make: TypeAlias = Callable[[], gym.Env[Any, Any]]
+T = TypeVar("T")
+
+
+class Restarts:
+    """How often each of some environments may be built anew, and the errors after which it was."""
+
+    def __init__(self, envs: int, allowed: tuple[int, float | None]) -> None:
+        """Allow each of ``envs`` environments so many attempts, within some seconds."""
+        self._allowed = [Allowance(*allowed) for _ in range(envs)]
+        self.failures: list[str] = []
+
+    def count(self, env: int, error: Exception) -> None:
+        """Note ``error``, after which environment ``env`` is to be built anew.
+
+        Raises:
+            Exception: the error, if it may not be built as often.
+        """
+        allowed = self._allowed[env]
+        if not allowed.take():
+            note(error, f"environment {env} is not built anew again (max_env_restarts={allowed})")
+            raise error
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self.failures.append(f"environment {env} was built anew, because it raised:\n{text}")
+
+    def built(self, env: int, build: Callable[[], T]) -> T:
+        """Return what ``build`` returns, which is called again after an error, without delay.
+
+        Raises:
+            ConfigError: of this library, which another attempt does not change.
+        """
+        while True:
+            try:
+                return build()
+            except ConfigError:
+                raise
+            except Exception as err:
+                self.count(env, err)
 
 
 class RestartingEnv(GymnasiumEnv):
@@ -35,7 +72,7 @@ class RestartingEnv(GymnasiumEnv):
         makers: Sequence[Make],
         batch_shape: tuple[int, ...],
         options: GymOptions,
-        allowed: tuple[int, float | None],
+        restarts: Restarts,
     ) -> None:
         """Take over ``envs``.
 
@@ -44,17 +81,17 @@ class RestartingEnv(GymnasiumEnv):
             makers: Each builds another one like that of ``envs``.
             batch_shape: See `GymnasiumEnv`.
             options: How data are stored.
-            allowed: How often each may be built anew, and within how many seconds.
+            restarts: How often each may still be built anew.
         """
         super().__init__(envs, batch_shape, options)
         self._spaces = envs[0].observation_space, envs[0].action_space
         self._makers = list(makers)
-        self._allowed = [Allowance(*allowed) for _ in envs]
+        self._restarts = restarts
         self._guarded: list[Callable[[Any], Any]] = []
         self._row = 0
         self._failed: list[int] = []
         """The environments whose step raised in the present row."""
-        self.failures = []
+        self.failures = restarts.failures
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
@@ -91,9 +128,8 @@ class RestartingEnv(GymnasiumEnv):
         Raises:
             Exception: the last error, if it may not be built as often.
         """
-        while self._allowed[env].take():
-            text = "".join(traceback.format_exception(error)).rstrip()
-            self.failures.append(f"environment {env} was built anew, because it raised:\n{text}")
+        while True:
+            self._restarts.count(env, error)
             with contextlib.suppress(Exception):  # it is broken
                 self.envs[env].close()
             try:
@@ -101,9 +137,6 @@ class RestartingEnv(GymnasiumEnv):
                 return super()._reset_one(env, options)
             except Exception as err:
                 error = err
-        allowed = self._allowed[env]
-        note(error, f"environment {env} is not built anew again (max_env_restarts={allowed})")
-        raise error
 
     def _build(self, env: int) -> None:
         self.envs[env] = new = self._makers[env]()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,8 @@ class EnvRows(Env, Resumable):
     on_rebuilt: Callable[[int, int], None]
     """With `only_rows`, is told of a step that is no transition, and of the environment that began
     anew in place of it."""
+    gone: Collection[int] = ()
+    """With `only_rows`, the environments that are lost for good: `on_rebuilt` has told of each."""
     _window: Window
     _ended: Sequence[int]
 

@@ -37,6 +37,8 @@ from gleanrl.envs.parallel_worker import (
     LEAVE,
     EnvWorkerBuilder,
 )
+from gleanrl.envs.simulators import StateError
+from gleanrl.envs.state_kinds import Node
 from gleanrl.memory.arena import Slab, map_window
 from gleanrl.memory.pulses import Pulses
 from gleanrl.memory.shared import SharedMemory
@@ -70,8 +72,12 @@ class EnvWorkersPlan:
     """Seconds in which each process must start; all have the same time again to build."""
     affinity: Sequence[Processors] | None = None
     """The processors that each worker may use; all by default."""
+    on_failure: str = "raise"
+    """The reaction to a lost worker."""
     relaunches: tuple[int, float | None] | None = None
     """How often each lost worker is replaced, and within how many seconds; ``None`` for never."""
+    needs_all: bool = True
+    """Whether an error is raised if a worker is lost that is not replaced."""
     restarts: tuple[int, float | None] | None = None
     """How often each environment that raises is built anew; ``None`` for never."""
     groups: list[Mapping[int, Sequence[tuple[EnvFactory, Mapping[str, Any]]]]] = field(
@@ -81,9 +87,9 @@ class EnvWorkersPlan:
     started: EnvWorkers | None = None
 
     @property
-    def begins_anew(self) -> str:
-        """The setting with which environments may begin anew during a rollout, if there is one."""
-        names = ["on_failure='relaunch'"] * (self.relaunches is not None)
+    def only_rows(self) -> str:
+        """The setting with which frames may be no transitions, if there is one."""
+        names = [f"on_failure={self.on_failure!r}"] * (self.on_failure != "raise")
         names += ["on_env_error='restart'"] * (self.restarts is not None)
         return " and ".join(names)
 
@@ -110,7 +116,7 @@ class EnvWorkers:
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
         """Per worker, its groups, in the order of their numbers there."""
         self.pulses = Pulses(self.count)
-        self.begins_anew = plan.begins_anew
+        self.only_rows, self.needs_all = plan.only_rows, plan.needs_all
         make = partial(
             ProcessBackend,
             plan.threads,
@@ -131,8 +137,8 @@ class EnvWorkers:
             raise
         self._coming: set[int] = set()
         """Workers that were lost, until their replacements are up to date."""
-        if plan.relaunches is not None:
-            self.session.tolerant = self.session.needs_all = True
+        if plan.on_failure != "raise":
+            self.session.tolerant = self.session.needs_all = True  # see `WorkerGroup.forget`
             _EnvReplacements(self, plan.relaunches)
         self._owner = os.getpid()
         self._serving: dict[int, Ticket] = {}
@@ -257,14 +263,17 @@ class EnvWorkers:
     # -- replacements ----------------------------------------------------------------------------
 
     def lost(self, worker: int) -> None:
-        """Note that ``worker`` has ended and is being replaced."""
-        self._serving.pop(worker, None)
-        self._coming.add(worker)
+        """Note that ``worker`` has ended, and is being replaced or missing from now on."""
+        ticket = self._serving.pop(worker, None)
+        missing = not (worker in self.session.joining or self.session.needs_all)
+        if missing and ticket is not None and not ticket.over:  # it may still write
+            self.needs_all = self.session.needs_all = True
+        self._coming.discard(worker) if missing else self._coming.add(worker)
         self.pulses.drop_orders(worker)
         if self.pulses.wait(0):
             self._take(monotonic(), but=worker)  # else they would count as its replacement's
         for group in self._served[worker]:
-            group.lost(worker)
+            group.lost(worker, missing)
 
     def standing(self, worker: int) -> list[m.Command]:
         """Return the commands that bring a replacement of ``worker`` up to date."""
@@ -300,14 +309,18 @@ class EnvWorkers:
 
 
 class _EnvReplacements(Replacements):
-    """Replaces lost workers; groups have the replacements begin in the step under way."""
+    """Replaces lost workers, if at all.
 
-    def __init__(self, workers: EnvWorkers, allowed: tuple[int, float | None]) -> None:
+    Groups have replacements begin in the step under way, or continue without the lost worker.
+    """
+
+    def __init__(self, workers: EnvWorkers, allowed: tuple[int, float | None] | None) -> None:
         self._workers: EnvWorkers = weakref.proxy(workers)  # see `WorkerGroup`
-        super().__init__(workers.session, allowed)
+        self._replaces = allowed is not None
+        super().__init__(workers.session, allowed or (0, None))
 
     def replace(self, worker: int) -> str:
-        more = super().replace(worker)
+        more = super().replace(worker) if self._replaces else ""
         self._workers.lost(worker)
         return more
 
@@ -356,6 +369,11 @@ class WorkerGroup:
         self._some_ended = self._some_anew = self._some_failed = False
         self._beginning: set[int] = set()
         """Workers that were lost, whose replacements begin with this order or the next."""
+        self.gone: set[int] = set()
+        """Environments that are lost for good, as far as `began_anew` has told."""
+        self._missing: set[int] = set()
+        self._leaving: set[int] = set()
+        """Workers that are lost for good, and those of which `began_anew` has not told."""
         self._standing: dict[Any, tuple[str, Sequence[tuple[Any, ...]]]] = {}
         """Commands that replacements get as well, by what they set: a method, and the arguments of
         each member."""
@@ -443,6 +461,12 @@ class WorkerGroup:
             kwargs: Further arguments of all.
             begins: Whether environments begin episodes that the learner knows of, those of
                 replacements as well.
+
+        Returns:
+            The values of the members that were asked; ``None`` for those that are lost for good.
+
+        Raises:
+            WorkerDied: all members are lost for good.
         """
         if seconds is not None:
             seconds = max(seconds, self.workers.timeout or 0.0)
@@ -454,12 +478,13 @@ class WorkerGroup:
             path = f"groups[{self.workers.number(self, worker)}].{method}"
             commands[worker] = m.Call(path, own, kwargs)
         found: dict[int, Any] = {}
-        while left := {worker: one for worker, one in commands.items() if worker not in found}:
+        while left := {w: commands[w] for w in commands.keys() - found.keys() - self._missing}:
             came = self.workers.pause(left).request_each(left, seconds)
             found |= came  # those that were lost have no values, and are asked again
             if begins:
                 self.go_on([worker for worker in came if not self.workers.is_coming(worker)])
-        return [found[worker] for worker in commands]
+        self._check_there()
+        return [found.get(worker) for worker in commands]
 
     def ask_for_good(
         self, method: str, arguments: Sequence[tuple[Any, ...]], what: Any = None
@@ -493,6 +518,31 @@ class WorkerGroup:
                 own = seed.seed, seed.static
             yield method, own
 
+    def snapshot(self, allow_pickle: bool) -> Node:
+        """Return the state of all environments in the middle of their episodes.
+
+        Raises:
+            StateError: some are not in the episodes that the learner knows.
+        """
+        self.wait()
+        found = self.ask("snapshot", (allow_pickle,))
+        if self._beginning or self._missing:
+            raise StateError("a worker was lost since the last rollout, and its episodes with it")
+        return found
+
+    def resume(self, snapshot: Node, allow_pickle: bool) -> None:
+        """Have all environments continue from a state of `snapshot`.
+
+        Raises:
+            StateError: it is that of another number of workers.
+        """
+        self.wait()
+        there, here = len(snapshot), len(self.members)
+        if there != here:
+            raise StateError(f"the environments were in {there} workers, and are in {here}")
+        parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
+        self.ask("resume", parts, begins=True)
+
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
@@ -502,7 +552,7 @@ class WorkerGroup:
             ClosedError: after `close`, or in a forked child.
         """
         workers = self.workers
-        workers.serve(self.members)
+        workers.serve(self._present)
         self._orders[:] = window, t, resets
         self.pending.update(self._present)
         self.began, self._order, send = monotonic(), order, workers.pulses.send
@@ -531,9 +581,10 @@ class WorkerGroup:
             self.workers.take_answers()
 
     def forget(self) -> None:
-        """Forget what a rollout that failed has left."""
+        """Forget what a rollout that failed has left; from the first on, workers may be missing."""
+        self.workers.session.needs_all = self.workers.needs_all
         self.wait()
-        self._failed, self._some_ended, self._some_anew = [], False, False
+        self._failed, self._some_ended, self._some_anew = [], False, bool(self._leaving)
         self._ended[:] = self.cut[:] = self._anew[:] = False
 
     def settle(self) -> list[int]:
@@ -562,21 +613,39 @@ class WorkerGroup:
     # -- replacements ----------------------------------------------------------------------------
 
     def _find_numbers(self) -> None:
-        """Tell the members that get orders as they are from those that begin anew."""
-        self._present = [worker for worker in self.members if worker not in self._beginning]
+        """Tell the members that get orders as they are from those that begin anew, or are gone."""
+        others = self._beginning | self._missing
+        self._present = [worker for worker in self.members if worker not in others]
         self._numbers = [(worker, self.workers.number(self, worker)) for worker in self._present]
 
-    def lost(self, worker: int) -> None:
-        """Note that ``worker`` was lost; its replacement begins with this order or the next."""
-        self._beginning.add(worker)
-        self._find_numbers()
+    def lost(self, worker: int, missing: bool) -> None:
+        """Note that ``worker`` was lost; its replacement begins with this order or the next.
+
+        If it is ``missing`` from now on, its step under way is no transition.
+        """
+        (self._missing if missing else self._beginning).add(worker)
         if worker in self._failed:
+            self._failed.remove(worker)
             self.pending.add(worker)
         elif self._order == FINISH:  # its steps are whole
             self.pending.discard(worker)
-        if worker in self.pending:
-            part = self.parts[self.members.index(worker)]
-            self._ended[part.start : part.stop] = False
+        if missing:
+            self._leaving.add(worker)
+            self._beginning.discard(worker)
+            self.pending.discard(worker)
+            self._some_anew = True
+        self._find_numbers()
+        if missing or worker in self.pending:
+            self._ended[self._part(worker)] = False
+
+    def _part(self, worker: int) -> slice:
+        part = self.parts[self.members.index(worker)]
+        return slice(part.start, part.stop)
+
+    def _check_there(self) -> None:
+        """Raise the error of the first member if all are lost for good."""
+        if self._missing.issuperset(self.members):
+            raise self.workers.session.lost[self.members[0]]
 
     def begin_anew(self, worker: int) -> None:
         """Order a replacement to begin, in place of the order under way."""
@@ -590,16 +659,20 @@ class WorkerGroup:
             self._beginning.difference_update(workers)
             self._find_numbers()
 
-    @property
-    def in_episodes(self) -> bool:
-        """Whether all environments are in the episodes that the learner knows."""
-        return not self._beginning
-
     def began_anew(self) -> list[int]:
-        """Return the environments that began anew in the last step, in place of the step."""
+        """Return the environments that began anew in the last step, or are `gone` since it.
+
+        Raises:
+            WorkerDied: all are gone.
+        """
         if not self._some_anew:
             return _NOTHING
+        self._check_there()
         self._some_anew, self._some_failed = False, True
+        for worker in self._leaving:
+            self._anew[self._part(worker)] = True
+            self.gone.update(self.parts[self.members.index(worker)])
+        self._leaving.clear()
         anew: list[int] = np.flatnonzero(self._anew).tolist()
         self._anew[anew] = False
         return anew
@@ -609,7 +682,7 @@ class WorkerGroup:
         if self._some_failed:
             self._some_failed = False
             for worker, texts in zip(self.members, self.ask("take_failures"), strict=True):
-                yield from (f"in worker {worker}, {text}" for text in texts)
+                yield from (f"in worker {worker}, {text}" for text in texts or ())
 
 
 def _field(key: Key, tensor: torch.Tensor) -> Field:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
@@ -31,7 +32,7 @@ from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
-from gleanrl.parallel.worker_rows import WorkerRows, check_parts
+from gleanrl.parallel.worker_rows import WorkerRows
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
 
@@ -65,6 +66,8 @@ class ParallelEnv(RowEnv):
         device: torch.device | str | None = None,
         num_sub_threads: int = 1,
         timeout: float | None = None,
+        on_failure: str = "raise",
+        max_relaunches: int | tuple[int, float] = 3,
         shutdown_timeout: float = _CLOSE_S,
         sharing: EnvWorkersPlan | None = None,
         first_worker: int = 0,
@@ -83,6 +86,13 @@ class ParallelEnv(RowEnv):
             num_sub_threads: torch threads of each worker.
             timeout: Seconds that one step or reset may take; then workers are killed. ``None``
                 waits as long as they live.
+            on_failure: The reaction to a worker that dies or is late. ``"raise"`` raises and closes
+                all. ``"relaunch"`` replaces it, with a warning. The step that it did not make
+                returns its environments as truncated, with reward 0 and the observations that the
+                step was given (zeros if it was given none); then they are to be reset, as after any
+                end. A collector masks that frame instead.
+            max_relaunches: Replacements of each worker, failed ones included: a number, or
+                ``(number, seconds)`` for so many within a time. Then the error is raised.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
             sharing: The plan of workers that this is one group of environments in.
             first_worker: With ``sharing``, the first of the ``num_workers`` workers.
@@ -112,7 +122,12 @@ class ParallelEnv(RowEnv):
             storing=GymOptions(),
             threads=check_int("num_sub_threads", num_sub_threads, least=1),
             timeout=timeout if timeout is None else seconds("timeout", timeout),
+            on_failure=_read_reaction(on_failure),
+            relaunches=read_allowance("max_relaunches", max_relaunches)
+            if on_failure == "relaunch"
+            else None,
         )
+        self._shares = sharing is not None
         self._number = len(self._plan.groups)
         self._plan.groups.append(
             {first_worker + index: makers[part] for index, part in enumerate(self._parts)}
@@ -170,6 +185,12 @@ class ParallelEnv(RowEnv):
         if self._direct:
             self._given = {key: row.views[key] for key in row.actions}
         self._present = set(self._given)
+        truncates = all(one.truncated for one in self._env_specs.ends.groups)
+        if self._plan.relaunches is not None and not (truncates or self._shares):
+            raise ConfigError(
+                "on_failure='relaunch' truncates environments whose worker is lost, which needs a "
+                "'truncated' entry of the environment; add one with env.add_truncated_keys()"
+            )
         group.ask_for_good("share", list(zip(places, group.references(row.window), strict=True)))
 
     @property
@@ -188,13 +209,13 @@ class ParallelEnv(RowEnv):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            opened = self._plan.always_rows, self._plan.relaunches is not None
+            opened = self._plan.always_rows, self._plan.on_failure != "raise"
             found = group.ask("open_rows", opened, self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
-                if setting := self._plan.begins_anew:
+                if setting := self._plan.only_rows:
                     raise ConfigError(
-                        f"{setting} with inference='central' needs environments that step in rows "
-                        "and are alike; use inference='workers'"
+                        f"{setting}, of a ParallelEnv in a collector or with inference='central', "
+                        "needs environments that step in rows and are alike"
                     )
                 return None
             group.stand("take_place", [(info, *opened) for info in found], "rows")
@@ -226,8 +247,9 @@ class ParallelEnv(RowEnv):
                 group.settle()
                 yield group
         except (WorkerDied, CollectorTimeout):
-            self.is_closed = True
-            group.workers.close(1.0)
+            if not group.workers.session.can_continue:
+                self.is_closed = True
+                group.workers.close(1.0)
             raise
 
     def _ask(self, method: str, *arguments: Any, **kwargs: Any) -> list[Any]:
@@ -284,9 +306,22 @@ class ParallelEnv(RowEnv):
             write_inputs(data, given, casts=self._direct)
             if given.keys() != self._present:
                 self._present = set(given)
-                group.ask("take", (tuple(given),))
+                group.ask_for_good("take", [(tuple(given),)] * self.num_workers)
             group.give(STEP, 0, 0, and_reset)
             group.settle()
+            if self._plan.relaunches is not None:
+                self._end_lost(group.began_anew(), data)
+
+    def _end_lost(self, lost: Sequence[int], data: TensorDictBase) -> None:
+        """End the episodes of the rows ``lost``, whose step with ``data`` was not made."""
+        envs = sorted({one // self._batch[1:].numel() for one in lost})
+        for key, view in self._row.after.items() if envs else ():
+            flag = key in self._row.flags
+            given = None if flag or key not in self._row.root else data.get(key, None)
+            if given is None:
+                view[envs] = flag and key[-1] != "terminated"
+            else:
+                view[envs] = given[envs].to(view)
 
     def reset_row(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
         """Have workers reset within the row: all environments, or those in the masks."""
@@ -295,7 +330,7 @@ class ParallelEnv(RowEnv):
             own = {key: mask[part] for key, mask in masks.items()}
             if not masks or any(bool(mask.any()) for mask in own.values()):
                 given[worker] = own, options
-        self._ask("restart", given, self._plan.timeout)
+        self._ask("restart", given, self._plan.timeout, begins=not masks)
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -305,11 +340,16 @@ class ParallelEnv(RowEnv):
         Raises:
             AttributeError: there is nothing of that name.
         """
-        return _flat(self._ask("envs.get_attr", (path,)))
+        return self._flat(self._ask("envs.get_attr", (path,)))
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method at ``path`` in every environment; return one result for each."""
-        return _flat(self._ask("envs.call", (path, *args), kwargs=kwargs))
+        return self._flat(self._ask("envs.call", (path, *args), kwargs=kwargs))
+
+    def _flat(self, found: Iterable[Any]) -> list[Any]:
+        """Return one value for each environment: ``None`` if it is lost for good."""
+        each = zip(self._parts, found, strict=True)
+        return [value for part, own in each for value in own or [None] * (part.stop - part.start)]
 
     def _set_seed(self, seed: Any, static: bool = False) -> None:
         each = self.batch_size[1:].numel()
@@ -320,7 +360,13 @@ class ParallelEnv(RowEnv):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # of environments
         """Return the state of every environment, ``"worker0"`` and so on."""
         found = self._ask("state")
-        states = [state[f"worker{i}"] for state in found for i in range(len(state))]
+        there = next(filter(None, found))  # which stands in for those that are lost
+        each = zip(self._parts, found, strict=True)
+        states = [
+            (own or there)[f"worker{i if own else 0}"]
+            for part, own in each
+            for i in range(part.stop - part.start)
+        ]
         return {f"worker{i}": state for i, state in enumerate(states)}
 
     def load_state_dict(  # type: ignore[override]  # of environments
@@ -345,22 +391,27 @@ class ParallelEnv(RowEnv):
             group.ask("load_state", states)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        return self._ask("snapshot", (allow_pickle,))
+        with self._settled() as group:
+            return group.snapshot(allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         with self._settled() as group:
-            check_parts(snapshot, group)
-            group.ask("resume", {i: (part, allow_pickle) for i, part in enumerate(snapshot)})
+            group.resume(snapshot, allow_pickle)
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"
 
 
+def _read_reaction(on_failure: Any) -> str:
+    if on_failure not in ("raise", "relaunch"):
+        raise ConfigError(
+            f"on_failure ({on_failure!r}) of a ParallelEnv must be 'raise' or 'relaunch': its "
+            "batch cannot have fewer environments"
+        )
+    return str(on_failure)
+
+
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))
-
-
-def _flat(found: Iterable[Iterable[Any]]) -> list[Any]:
-    return [value for values in found for value in values]
 
 
 class EnvCreator:

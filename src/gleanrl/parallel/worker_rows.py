@@ -19,7 +19,6 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.parallel_group import RowsInfo
 from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
 from gleanrl.envs.row_env import EnvRows
-from gleanrl.envs.simulators import StateError
 from gleanrl.envs.state_kinds import Node
 from gleanrl.parallel.env_workers import WorkerGroup
 
@@ -48,7 +47,8 @@ class WorkerRows(EnvRows):
         self._given = [field.key for field in layout.actions]
         after = [field.key for field in (*layout.observations, *layout.rewards, *flags)]
         self._keys = {*self._seen, *self._given, *map(next_key, after)}
-        self.only_rows, self.failures = group.workers.begins_anew, []
+        self.only_rows, self.failures = group.workers.only_rows, []
+        self.gone = group.gone
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
@@ -73,10 +73,12 @@ class WorkerRows(EnvRows):
         super().begin(window, carry)
         self._number, target = self._targets.get(window) or self._open(window)
         self._target = window if target is None else target
-        self._last, self._after_last = window.steps - 1, carry
+        self._last, self._after_last, self._pulled = window.steps - 1, carry, 0
         self._group.forget()
         if self._target is not window:
             _copy(window, self._target, self._target.keys())
+        if self.gone:
+            self._repeat(1)
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         self.post(t, cut)
@@ -103,8 +105,20 @@ class WorkerRows(EnvRows):
         if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
         for env in self._group.began_anew():
+            self._pull(t + 1)  # first, because it is marked in the window
             self.on_rebuilt(t, env)
+            if env in self.gone:
+                self._repeat(t + 1)
         return ended
+
+    def _repeat(self, first: int) -> None:
+        """Repeat observations of environments that are gone from step ``first`` on.
+
+        The policy acts for all, and may not take zeros.
+        """
+        for key in self._seen:
+            shown = self._window.tensor(key)
+            shown[list(self.gone), first:] = shown[list(self.gone), first - 1 : first]
 
     def finish(self, steps: int) -> None:
         if steps <= self._last:
@@ -112,17 +126,24 @@ class WorkerRows(EnvRows):
             self._group.settle()
         else:
             _copy(self.carry, self._after_last, self._seen)
-        if self._target is not self._window:
-            keys = [key for key in self._target.keys() if key not in self._given]
-            _copy(self._target, self._window, keys, slice(0, steps))
+        for key in self._seen if self.gone else ():
+            last = self._window.tensor(key)[list(self.gone), steps - 1]
+            self._after_last.tensor(key)[list(self.gone), 0] = last
+        self._pull(steps)
         self.reset_s = self._group.reset_s
         self.failures += self._group.take_failures()
+
+    def _pull(self, steps: int) -> None:
+        """Copy what workers wrote in the first ``steps`` steps, if that is elsewhere."""
+        if self._target is not self._window:
+            keys = [key for key in self._target.keys() if key not in self._given]
+            _copy(self._target, self._window, keys, slice(self._pulled, steps))
+            self._pulled = steps
 
     def _open(self, window: Window) -> tuple[int, Window | None]:
         """Tell workers of a new window, and of those that exist no longer."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
         target = None if group.sees(window) else group.copy_of(window, keys)
-        assert target is None or not self.only_rows, "what begins anew is marked in the window"
         others = [number for number, _ in self._targets.values()]
         number = next(number for number in itertools.count(1) if number not in others)
         parts = group.references(target or window, keys)
@@ -157,32 +178,13 @@ class WorkerRows(EnvRows):
         self.face.load_state_dict(state, strict)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        self._group.wait()
-        found = self._group.ask("snapshot", (allow_pickle,))
-        if not self._group.in_episodes:
-            raise StateError("a worker was lost since the last rollout, and its episodes with it")
-        return found
+        return self._group.snapshot(allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        self._group.wait()
-        check_parts(snapshot, self._group)
-        parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
-        self._group.ask("resume", parts, begins=True)
+        self._group.resume(snapshot, allow_pickle)
 
     def close(self) -> None:
         self.face.close()
-
-
-def check_parts(snapshot: Node, group: WorkerGroup) -> None:
-    """Check that a snapshot is that of as many workers as ``group`` has.
-
-    Raises:
-        StateError: it is not.
-    """
-    if len(snapshot) != len(group.members):
-        raise StateError(
-            f"the environments were in {len(snapshot)} workers, and are in {len(group.members)}"
-        )
 
 
 def _copy(of: Window, to: Window, keys: Iterable[Key], steps: int | slice = slice(None)) -> None:

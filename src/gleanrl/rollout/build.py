@@ -115,7 +115,8 @@ class SourceBuilder:
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
         kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), DenseRollout)
-        source: Source = kind(made, first, policy, self.options)
+        options = replace(self.options, mask=True) if why_rows else self.options
+        source: Source = kind(made, first, policy, options)
         return source
 
     def _serve_transformed(self, made: TransformedRows) -> Source:

@@ -189,15 +189,24 @@ class DeliveredFields:
         if options.track_policy_version:
             window.tensor(POLICY_VERSION)[:, :steps] = version
             window.tensor(next_key(POLICY_VERSION))[:, :steps] = version
-        if options.mask:
-            mask = window.tensor(MASK)
-            mask[:, :steps] = True
-            for env, t in tracker.voids:
-                mask[env, t] = False
         if options.set_truncated:
             self.truncate(window, steps - 1)
+        if options.mask:
+            self._mark(window, tracker, steps)
         if options.check_finite:
             self._check_finite(window, steps)
+
+    def _mark(self, window: Window, tracker: Tracker, steps: int) -> None:
+        """Tell the transitions from other frames; those that there are not become zeros."""
+        mask = window.tensor(MASK)
+        mask[:, :steps] = True
+        for env, t in tracker.voids:
+            mask[env, t] = False
+        for env, first in tracker.absent.items():
+            first = max(0, first - 1)  # the frame of the loss is void
+            window.zero_from(first, env)
+            if (ids := self._bound[window].ids) is not None:
+                ids[env, first:] = -1
 
     def complete_flags(self, window: Window, given: Collection[Key], steps: int) -> None:
         """Derive end flags of the first ``steps`` steps from those that are ``given``.

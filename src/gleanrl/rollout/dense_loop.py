@@ -106,7 +106,7 @@ class DenseRollout(BaseSource):
         self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
         if isinstance(env, EnvRows) and env.only_rows:
-            env.on_rebuilt, self.failures = self._rebuilt, env.failures
+            env.on_rebuilt, self.failures, self._gone = self._rebuilt, env.failures, env.gone
 
     def _make_tracker(self) -> Tracker:
         return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
@@ -187,10 +187,10 @@ class DenseRollout(BaseSource):
         self._fields.finish(window, self.tracker, taken, self.policy_version)
 
     def _rebuilt(self, t: int, env: int) -> None:
-        """Note that an environment was built anew in step ``t``, which is no transition."""
+        """Note that an environment was built anew in step ``t``, or is lost since it."""
         self.env = self._env.inner
         self._fields.void(self._window, t, env, self.tracker)
-        self.tracker.void(t, env)
+        self.tracker.void(t, env, env in self._gone)
 
     def explain(self) -> str:
         """Return the path of every part, with the reasons."""

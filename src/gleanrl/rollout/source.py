@@ -164,7 +164,7 @@ class BaseSource:
             self.failures.clear()
         return Report(
             steps,
-            steps * self.num_envs - len(self.tracker.voids),
+            steps * self.num_envs - self.tracker.lacking,
             self.policy_version,
             discarded,
             payload,

@@ -62,6 +62,10 @@ class Tracker:
         self._all_ends = _NONE
         self.voids: list[tuple[int, int]] = []
         """The environment and the step of each frame of this rollout that is no transition."""
+        self.absent: dict[int, int] = {}
+        """By environment that is lost for good: its first frame of this rollout that is missing."""
+        self.lacking = 0
+        """The number of frames of the last rollout that are no transitions."""
         self._provided = provided or None
         self.next_due = -1
         """The next step at which an environment must be truncated, or -1."""
@@ -75,10 +79,13 @@ class Tracker:
         """Start a rollout at step 0 of ``window``."""
         self._over, self._over_after, self._all_ends = [], [], _NONE
         self.voids = []
+        if self.absent:
+            self.absent = dict.fromkeys(self.absent, 0)
         if self._provided is not None:
             self._provided.begin(window, self._age)
         if self._max is not None:
             self._due = self._max - 1 - self._age
+            self._due[list(self.absent)] = _NEVER
             self.next_due = int(self._due.min())
 
     def due(self, t: int) -> Sequence[int]:
@@ -95,8 +102,10 @@ class Tracker:
             self._due[list(ended)] = t + self._max
             self.next_due = int(self._due.min())
 
-    def void(self, t: int, env: int) -> None:
+    def void(self, t: int, env: int, for_good: bool = False) -> None:
         """Note that frame ``t`` of ``env`` is no transition, between two episodes.
+
+        If that is ``for_good``, no frame of it follows in any rollout.
 
         That before it ends with step ``t - 1``, unless it has ended; where the rollout begins with
         frame ``t``, it ends without being counted. In the rollout's `Ended`, the frame is an
@@ -109,6 +118,9 @@ class Tracker:
             self.end(t - 1, [env])
         self.end(t, [env])
         self.voids.append((env, t))
+        if for_good:
+            self.absent[env], self._due[env] = t + 1, _NEVER
+            self.next_due = int(self._due.min())
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
@@ -154,6 +166,9 @@ class Tracker:
                 counts[rows, steps] = 0
         age += steps
         age[rows] = steps - ends  # of several ends of one environment the last one stays
+        self.lacking = len(self.voids)
+        if self.absent:
+            self.lacking += sum(steps - first for first in self.absent.values())
         for env, t in self.voids:
             if ids is not None:
                 ids[env, t] = -1
