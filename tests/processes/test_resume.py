@@ -24,6 +24,7 @@ from resume_rig import (
     through_a_file,
     wrapped_cartpole,
 )
+from tests.covering import ALL
 
 from gleanrl import ReplayBuffer
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -35,6 +36,7 @@ CASES = [
     for kind in ENVS
     for where in ("one", "sync", "central")
     if not (kind in VECTOR and where == "central")
+    if ALL or where == "one" or (kind, where) in {("next_step", "sync"), ("mujoco", "central")}
 ]
 
 

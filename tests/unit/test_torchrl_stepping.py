@@ -374,6 +374,7 @@ PRIMED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options", [{}, {"init_random_frames": 40}, {"reset_at_each_iter": True}, {"split_trajs": True}]
 )
@@ -388,6 +389,7 @@ def test_torchrls_collector_passes_the_same_states(name):
     assert_like_torchrl(PRIMED[name], recurrent)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("acts", [None, policy])
 @pytest.mark.parametrize("first", [0.0, 0.5])
 def test_states_that_nobody_writes_stay(first, acts):
