@@ -20,10 +20,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not ALL and item.get_closest_marker("covering"):
             families[item.parent, item.originalname].append(item)
-    left_out = {item for family in families.values() for item in _repeated(family)}
+    left_out = [item for family in families.values() for item in _repeated(family)]
     if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        known = {*map(id, left_out)}
+        items[:] = [item for item in items if id(item) not in known]
 
 
 def _repeated(family):
@@ -34,13 +35,12 @@ def _repeated(family):
 
 
 def _place(item):
-    """Return which value of each axis a combination has; arguments of one mark are one axis."""
-    axes, indices = [], dict(item.callspec.indices)
+    """Return the values of a combination; those of one mark are one."""
+    axes, values = [], {name: id(value) for name, value in item.callspec.params.items()}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        (place,) = {indices.pop(name.strip()) for name in names}
-        axes.append(place)
-    return tuple(enumerate([*axes, *indices.values()]))
+        axes.append(tuple(values.pop(name.strip()) for name in names))
+    return tuple(enumerate([*axes, *values.values()]))
 
 
 def covering(places):
