@@ -774,6 +774,7 @@ def test_without_start_iteration_fills_the_buffer_and_yields_none(make, kind):
     check_rows(rb)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("start", [False, True])
 @several
 def test_many_workers_meet_in_a_new_storage(make, kind, start):

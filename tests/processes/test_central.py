@@ -384,6 +384,7 @@ def hang():
         pass
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("do", "error", "message"),

@@ -71,6 +71,7 @@ def test_a_pool_continues_with_steps_that_were_left_over():
     check_law(lambda: make("next_step", steps=19, max_frames_per_traj=11, init_random_frames=200))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 def test_environments_in_environments_continue(kind, fast):
