@@ -12,6 +12,7 @@ from multiprocessing import resource_tracker
 import pytest
 import warm
 from hypothesis import settings
+from tests.covering import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 # Processes started with SIGINT ignored (`nohup ... &`) hand that on: tests of Ctrl-C need it back.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from tests.covering import ALL
 from tools import trials
 from tools.hunt import run as hunting
 from tools.hunt.cases import ALWAYS, EXCUSED, OPTIONS, Case, draw
@@ -15,8 +16,8 @@ from tools.hunt.run import Refused, iterate
 
 import gleanrl
 
-HERE = [number for number in range(600) if draw(number).backend == "here"][:150]
-WORKERS = [number for number in range(300) if draw(number).backend != "here"][:8]
+HERE = [number for number in range(600) if draw(number).backend == "here"][: 150 if ALL else 40]
+WORKERS = [number for number in range(300) if draw(number).backend != "here"][: 8 if ALL else 4]
 KINDS = (gleanrl.Collector, gleanrl.MultiSyncCollector, gleanrl.DistributedCollector)
 
 

@@ -4,7 +4,7 @@ Equal to the CPU, bit for bit on the stand-in device.
 """
 
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from device_rig import (
     skip_unless_comparable,
     tensordicts,
 )
+from tests.covering import ALL
 from torch import nn
 
 from gleanrl import Collector, Interruptor, MultiSyncCollector
@@ -89,21 +90,26 @@ def collect(env, policy, batches=4, seed=3, **options):
 on_the_cpu = cache(collect)
 
 
-PAIRS = [
-    *((env, "recurrent", place) for env in ENVS for place in PLACES),
+TRIPLES = {
     *((env, "net", place) for env, place in zip(cycle(ENVS), PLACES, strict=False)),
-    *((env, "sampling", place) for env, place in zip(cycle(reversed(ENVS)), PLACES, strict=False)),
-]
-"""All pairs of an environment, a policy and a place, not all triples."""
+    *((env, "recurrent", place) for env, place in zip(cycle(reversed(ENVS)), PLACES, strict=False)),
+    *(("rows", "sampling", place) for place in PLACES),
+    *((env, "sampling", "policy and batches") for env in ENVS),
+}
+"""All pairs of an environment and a policy, and of a policy and a place."""
 
 
-@pytest.mark.parametrize(("env", "policy", "place"), PAIRS)
+@pytest.mark.parametrize(
+    ("env", "policy", "place"),
+    [each for each in product(ENVS, POLICIES, PLACES) if ALL or each in TRIPLES],
+)
 def test_batches_are_the_same_wherever_they_are_made(env, policy, place):
     check_same(collect(env, policy, **PLACES[place]), on_the_cpu(env, policy))
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.covering
 @pytest.mark.parametrize("env", ["rows", "tensordict"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_does_the_same(env, option):
     there = collect(env, "recurrent", **PLACES["policy and batches"], **OPTIONS[option])
     check_same(there, collect(env, "recurrent", **OPTIONS[option]))

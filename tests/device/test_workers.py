@@ -210,6 +210,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_samples(storage, sampler, tmp_path):

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from device_rig import ON, check_same
+from tests.covering import ALL
 from tests.zoo.environments import ENVIRONMENTS
 from tests.zoo.laws import STEPS, Outcome, changing, collected, differences, kind, pairs, quiet, run
 from tests.zoo.policies import POLICIES
@@ -13,7 +14,7 @@ from torch import nn
 
 from gleanrl import Collector
 
-SEED, COUNT = 0, 40
+SEED, COUNT = 0, 40 if ALL else 20
 TWO_STREAMS = ("EGreedy", "EGreedy-masked")
 """They draw on the CPU as well, from the stream that draws everything there."""
 NOT_MOVED = ("gSDE", "lazy", "layer-tied", "MultiAgentMLP", "own-GRU-at-root")

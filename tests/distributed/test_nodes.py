@@ -366,6 +366,7 @@ def test_nothing_listens_beyond_the_interface_of_the_nodes():
 # -- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("fault", [rig.kill, rig.leave])
 def test_a_node_that_dies_is_named_and_what_it_delivered_stays(fault, sync):

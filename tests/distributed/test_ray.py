@@ -54,6 +54,7 @@ SCRIPT = """
 def _ray(python):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # 15 otherwise: others go first, for minutes
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # they would import Ray in vain
         ray.init(
             num_cpus=4,
             runtime_env=WARM,

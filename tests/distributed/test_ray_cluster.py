@@ -25,6 +25,7 @@ def cluster(python):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # they would import Ray in vain
         head = {"num_cpus": 0, "include_dashboard": False, **STORE}
         made = Cluster(initialize_head=True, head_node_args=head)
         try:

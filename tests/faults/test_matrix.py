@@ -491,9 +491,9 @@ def no_descriptors_for_a_replacement(column, small_disk):
     return said, time.monotonic() - began
 
 
-def ran(prefix, call):
+def ran(prefix, call, python=warm.PYTHON):
     """Call a function of this file in a program that ``prefix`` starts; return how it ended."""
-    command = [*prefix, warm.PYTHON, "-c", script(call)]
+    command = [*prefix, str(python), "-c", script(call)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -540,7 +540,7 @@ def shared_memory_is_full(column, small_disk):
     enter = ["unshare", "--mount", "sh", "-c", f'{fill} && exec "$0" "$@"']
     if os.geteuid() or not shutil.which("unshare") or subprocess.run([*enter, "true"]).returncode:
         pytest.skip("a /dev/shm of one's own takes root")
-    done = ran(enter, f"without_shared_memory({column!r})")
+    done = ran(enter, f"without_shared_memory({column!r})", warm.START)
     assert not done.returncode, done.stderr
     return "goes on", float(done.stdout)
 

@@ -11,11 +11,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.cli import topology
@@ -58,7 +59,7 @@ streams = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(streams, st.sets(st.integers(1, 29)), st.booleans())
 def test_where_batches_begin_changes_no_episode(ended, cuts, with_ids):
     rewards = np.arange(ended.size, dtype=np.float32).reshape(ended.shape)
@@ -74,7 +75,7 @@ def test_where_batches_begin_changes_no_episode(ended, cuts, with_ids):
     assert (stats.episodes, stats.frames) == (len(expected), ended.size)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(streams, st.integers(1, 20))
 def test_frames_laid_end_to_end_give_the_same_episodes(ended, steps):
     """As a dataset has them: batch after batch, within each one environment after the other."""
@@ -135,7 +136,7 @@ def test_returns_are_summed_up_for_json():
 # -- sizes and display -----------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(1, 300_000), st.integers(1, 700))
 def test_the_planned_sizes_are_whole_steps_and_overshoot_little(frames, num_envs):
     batch, total = rounded_frames(CollectOptions(env="e", frames=frames, num_envs=num_envs))
@@ -144,7 +145,7 @@ def test_the_planned_sizes_are_whole_steps_and_overshoot_little(frames, num_envs
     assert frames <= total <= frames * 1.05 + 8 * num_envs
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 300_000), st.integers(1, 40), st.integers(1, 9), st.booleans())
 def test_planned_sizes_are_whole_steps_of_all_workers(frames, num_envs, workers, asynchronous):
     options = CollectOptions(

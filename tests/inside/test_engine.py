@@ -6,8 +6,9 @@ import pytest
 import rig
 import torch
 from backend_rig import Act, Die, Fail, ScriptedBackend, StampedSource, check_stamps, running
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.covering import examples
 
 from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
@@ -39,7 +40,7 @@ def test_a_batch_holds_one_whole_rollout_per_worker():
     delays=st.lists(st.floats(0, 3), min_size=24, max_size=24),
     keep=st.lists(st.booleans(), min_size=8, max_size=8),
 )
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_no_batch_is_torn_or_changes_in_the_learners_hands(delays, keep):
     script = {(w, n): Act(after=delays[8 * w + n]) for w in range(3) for n in range(8)}
     engine = make_engine(script, workers=3)

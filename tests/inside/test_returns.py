@@ -1,8 +1,9 @@
 """Episodes added up: the same numbers however many rollouts are taken in at once."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.covering import examples
 
 from gleanrl.core.returns import EpisodeSums, head_of
 
@@ -29,7 +30,7 @@ def step_by_step(rollouts):
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.lists(st.integers(0, 6), min_size=1))
 def test_episodes_are_those_of_a_loop_over_the_steps(seed, envs, lengths):
     draw = np.random.default_rng(seed)

@@ -1,13 +1,14 @@
 """The sum tree against a plain list of priorities."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.covering import examples
 
 from gleanrl.memory.replay.samplers import SumTree
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), size=st.sampled_from([1, 5, 31, 32, 33, 2048, 2049, 70_000]))
 def test_a_sum_tree_holds_what_was_set(data, size):
     tree = SumTree(size)

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 from frames_rig import assert_same, ids_from, make_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack
+from tests.covering import examples
 
 from gleanrl import Collector, ConfigError
 from gleanrl.collectors.utils import split_trajectories
@@ -76,7 +77,7 @@ def test_ends_at_the_same_time_are_ordered_by_id():
     assert out.names == ["time"]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.integers(1, 4).flatmap(
         lambda envs: st.lists(

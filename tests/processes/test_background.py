@@ -47,12 +47,6 @@ every_kind = pytest.mark.parametrize("kind", sorted(KINDS))
 several = pytest.mark.parametrize("kind", MULTI)
 
 
-def in_turn(name, values):
-    """Each value inline and over processes, half of them synchronous."""
-    cases = [(kind, value) for n, value in enumerate(values) for kind in ("inline", MULTI[n % 2])]
-    return pytest.mark.parametrize(("kind", name), cases)
-
-
 pytestmark = pytest.mark.usefixtures("tidy_workers")
 
 
@@ -343,7 +337,9 @@ ASK = {
 }
 
 
-@in_turn("ask", sorted(ASK))
+@pytest.mark.covering
+@pytest.mark.parametrize("ask", sorted(ASK))
+@every_kind
 def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     rb = buffer()
     envs = [rig.counting(0), rig.counting(1, fault=rig.fail, at=30)]
@@ -365,6 +361,7 @@ def test_an_error_surfaces_at_the_next_call(make, kind, ask):
     assert starved.value.__cause__ is raised.value
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ask", ["update", "pause", "state", "shutdown"])
 @several
 def test_a_killed_worker_is_named(make, kind, ask):
@@ -647,6 +644,7 @@ def test_split_trajectories_are_stored_without_padding(make, kind):
     check_rows(rb)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("per_write", [None, 3])
 @every_kind
 def test_whole_trajectories_are_written_in_one_piece(make, kind, per_write):
@@ -694,7 +692,9 @@ BUFFERS = {
 }
 
 
-@in_turn("name", BUFFERS)
+@pytest.mark.covering
+@pytest.mark.parametrize("name", BUFFERS)
+@every_kind
 def test_buffers_of_all_kinds(make, kind, name):
     rb = BUFFERS[name]()
     collector = make(kind, rb, total_frames=320)
@@ -715,6 +715,7 @@ def test_buffers_of_all_kinds(make, kind, name):
         assert rb.sample(16)["index"].max() < count
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("storage", ["ours", "torchrl"])
 @every_kind
 def test_env_time_storages(make, kind, storage):
@@ -773,6 +774,7 @@ def test_without_start_iteration_fills_the_buffer_and_yields_none(make, kind):
     check_rows(rb)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("start", [False, True])
 @several
 def test_many_workers_meet_in_a_new_storage(make, kind, start):

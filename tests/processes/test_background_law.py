@@ -204,6 +204,7 @@ def disturb(folder):
     return lambda: drawn.append(learner.turn(len(drawn))), check
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fills", sorted(BUFFERS))
 @every_kind
 def test_collection_and_learner_see_nothing_of_each_other(kind, fills, tmp_path):
@@ -425,6 +426,7 @@ def theirs():
     return torchrl.envs.GymEnv("CartPole-v1", categorical_action_encoding=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("random_frames", [0, 60])
 @pytest.mark.parametrize("env", ["id", "tensordict"])
 def test_a_recurrent_policy_begins_each_episode_afresh(env, random_frames):

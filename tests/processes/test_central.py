@@ -1,5 +1,6 @@
 """Central inference: the data of a Collector in this process, from environments in workers."""
 
+import itertools
 import os
 import select
 import signal
@@ -26,6 +27,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from tests.covering import ALL
 from torch import nn
 from torchrl.envs import GymWrapper, StepCounter, TransformedEnv
 
@@ -56,13 +58,29 @@ def collected(collector, seed, rounds=None):
         collector.shutdown()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("env", ENVS)
+PAIRS = {
+    *(("id", policy) for policy in POLICIES),
+    ("function", "recurrent"),
+    ("function", "random"),
+    ("TensorDict environment", "sampling"),
+    ("TensorDict environment", "on TensorDicts"),
+    ("TorchRL's, transformed", "greedy"),
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "policy"),
+    [pair for pair in itertools.product(ENVS, POLICIES) if ALL or pair in PAIRS],
+)
 def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
     make, act = ENVS[env], partial(POLICIES[policy], *SIZES[env])
 
     @settings(
-        max_examples=2 if make is transformed else 4,  # its workers import TorchRL for a second
+        max_examples=4
+        if ALL
+        else 1
+        if make is transformed
+        else 3,  # TorchRL's take a second to make
         deadline=None,
         derandomize=True,
         database=None,
@@ -389,6 +407,7 @@ def hang():
         pass
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("do", "error", "message"),

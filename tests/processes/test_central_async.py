@@ -89,6 +89,7 @@ MAKES = ENVS | {"TensorDict methods": Counting, "odd": Odd}
 INPUTS = SIZES | {"TensorDict methods": (4, 2), "odd": (4, 2)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["greedy", "recurrent", "on TensorDicts"])
 @pytest.mark.parametrize("env", MAKES)
 def test_each_environment_has_the_stream_that_it_has_in_this_process(env, policy):
@@ -166,6 +167,7 @@ def value(fails_at=None):
     return TensorDictModule(Value(fails_at), ["observation"], ["action"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 1}])
 @pytest.mark.parametrize("apart", [None, False])
 def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apart, options):
@@ -359,6 +361,7 @@ def test_an_unprocessed_batch_is_as_long_as_others():
         assert shapes + [batch.shape for batch in collector] == [(24,)] * 4
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("apart", [None, False])
 @pytest.mark.parametrize("kind", ["hook", "buffer"])
 def test_hooks_and_buffers_get_as_many_frames_as_the_user(apart, kind):
@@ -416,6 +419,7 @@ class Third(gym.Env):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("apart", [None, False])
 @pytest.mark.parametrize(
     ("do", "error", "message"),

@@ -89,6 +89,7 @@ def kill(collector, worker, how=signal.SIGKILL):
         rig.await_end([pid_of(collector, worker)])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     "fault", [rig.kill, rig.segfault, rig.quit_python, stop, rig.hold_the_lock]
@@ -356,6 +357,7 @@ def test_all_groups_of_a_lost_worker_begin_anew(groups, tmp_path):
         assert stats["frames"] == frames - 2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [2, (2, 60.0)])
 def test_a_crash_loop_ends_with_its_cause(kind, most, tmp_path):

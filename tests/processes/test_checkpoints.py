@@ -64,6 +64,7 @@ BUFFERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", [one, sync])
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_collector_and_buffer_continue_together(kind, where, tmp_path):

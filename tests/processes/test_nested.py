@@ -97,6 +97,7 @@ def test_batches_are_those_of_a_collector_that_has_all_the_workers_itself(levels
             assert together.shape[1] == batch[IDS].unique().numel() == direct[IDS].unique().numel()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("outer", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("inner", [MultiSyncCollector, MultiAsyncCollector, OwnAsync])
 def test_trajectory_ids_are_those_of_one_environment_each(outer, inner):

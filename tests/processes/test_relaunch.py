@@ -140,6 +140,7 @@ def test_a_batch_waits_for_a_replacement_with_the_newest_weights(kind):
         assert collector.next()["seen"].unique().tolist() == [3.0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [rig.hold_the_lock, rig.segfault, rig.quit_python])
 def test_whatever_ends_a_worker_it_is_replaced(kind, fault):
@@ -175,6 +176,7 @@ def once(path, fault):
     return make
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("most", [2, (2, 60.0)])
 def test_a_crash_loop_ends_with_its_cause(kind, most, tmp_path):
@@ -259,6 +261,7 @@ def test_parts_put_together_leave_out_or_mask_a_lost_worker(cat):
     assert set(batch[batch[MASK]]["next", "observation"][:, 0].tolist()) == {1.0}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["continue", "relaunch"])
 @pytest.mark.parametrize("shared", [False, True])
@@ -333,9 +336,11 @@ def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, **options)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "nodes-sync", "nodes-async"])
-def test_a_soak_finds_no_wrong_frame(kind):
-    figures = soak.run(kind, 3.0, seed=1)
+@pytest.mark.covering
+@pytest.mark.parametrize("where", ["", "nodes-"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_soak_finds_no_wrong_frame(where, kind):
+    figures = soak.run(where + kind, 3.0, seed=1)
     assert figures["relaunches"]
     assert figures["frames"]
 

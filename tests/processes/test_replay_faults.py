@@ -97,6 +97,7 @@ class Held(LazyTensorStorage):
         return super().gather(index, extra)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_child_can_sample_though_a_thread_was_sampling_when_it_was_forked(prefetch, leaves):

@@ -32,7 +32,7 @@ from gleanrl import (
 
 ONCE = [{"compact": True}, {"stacks": {"wide": 16}}]
 """Storages whose rows have parts in common: "wide" is a stack of 16 frames of 3 numbers."""
-SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "1.5"))
+SECONDS = float(os.environ.get("GLEANRL_REPLAY_SECONDS", "0.5"))
 WIDTH = 48
 PROCESSES = mp.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["gleanrl.collectors"])

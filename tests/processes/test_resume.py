@@ -24,6 +24,7 @@ from resume_rig import (
     through_a_file,
     wrapped_cartpole,
 )
+from tests.covering import ALL
 
 from gleanrl import ReplayBuffer
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -35,6 +36,7 @@ CASES = [
     for kind in ENVS
     for where in ("one", "sync", "central")
     if not (kind in VECTOR and where == "central")
+    if ALL or where == "one" or (kind, where) in {("next_step", "sync"), ("mujoco", "central")}
 ]
 
 
@@ -69,6 +71,7 @@ def test_a_pool_continues_with_steps_that_were_left_over():
     check_law(lambda: make("next_step", steps=19, max_frames_per_traj=11, init_random_frames=200))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
 def test_environments_in_environments_continue(kind, fast):

@@ -205,10 +205,11 @@ def _take_over(told: dict) -> None:
     for fd, wanted in zip(high, told["fds"], strict=True):
         os.dup2(fd, wanted, inheritable=True)
         os.close(fd)
-    network = f"/proc/{told['pid']}/ns/net"  # threads of tests may be on another host
-    if os.readlink(network) != os.readlink("/proc/self/ns/net"):
-        with open(network) as there:
-            assert ctypes.CDLL(None).setns(there.fileno(), 0) == 0
+    for kind in ("net", "mnt"):  # it may be on another host, or have other disks
+        namespace = f"/proc/{told['pid']}/ns/{kind}"
+        if os.readlink(namespace) != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(namespace) as there:
+                assert ctypes.CDLL(None).setns(there.fileno(), 0) == 0
     if told["session"] == os.getsid(0):
         os.setpgid(0, told["group"])
     else:

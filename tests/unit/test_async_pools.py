@@ -8,9 +8,10 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
+from tests.covering import examples
 from torch import nn
 
 from gleanrl import ConfigError, EnvError
@@ -102,7 +103,7 @@ def check_streams(batches, lengths):
         assert torch.equal(frames[IDS] - frames[IDS][0], episode * envs)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     steps=st.integers(1, 12),

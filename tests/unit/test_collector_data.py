@@ -7,10 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from tests.covering import examples
 from torch import nn
 
 from gleanrl import Collector, ConfigError, EnvError, Interruptor, MultiStep
@@ -123,7 +124,7 @@ def test_the_stream_equals_environments_stepped_by_hand():
 
 
 @given(splits=st.lists(st.integers(1, 40), min_size=2, max_size=5))
-@settings(deadline=None, max_examples=15)
+@examples(20)
 def test_batch_boundaries_do_not_change_the_stream(splits):
     def stream(steps):
         with Collector("CartPole-v1", num_envs=2, frames_per_batch=2 * steps) as collector:

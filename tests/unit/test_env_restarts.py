@@ -8,9 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
+from tests.covering import examples
 
 from gleanrl import (
     Collector,
@@ -120,7 +121,7 @@ PLACES = st.tuples(st.sampled_from(["step", "reset"]), st.integers(1, 9)).filter
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(PLACES | st.just(("build", True)), min_size=1, max_size=3),
     st.integers(1, 7),

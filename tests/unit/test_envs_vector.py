@@ -406,6 +406,7 @@ class Reusing(gym.Env):
         return self._show(self.steps + 1), 0.0, self.steps == 3, False, {}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize(

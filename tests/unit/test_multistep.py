@@ -6,9 +6,10 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import ConfigError
 from gleanrl.collectors.utils import split_trajectories
@@ -58,7 +59,7 @@ ended_rows = st.integers(1, 12).flatmap(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(ended_rows, st.integers(2, 5), st.sampled_from([1.0, 0.9, 0.5]))
 def test_it_equals_torchrl_but_for_the_end_flags(ended, n_steps, gamma):
     batch = make_batch(ended)
@@ -71,7 +72,7 @@ def test_it_equals_torchrl_but_for_the_end_flags(ended, n_steps, gamma):
         torch.testing.assert_close(ours[key], theirs[key])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(ended_rows, st.integers(1, 5))
 def test_everything_after_the_step_comes_from_the_frame_looked_ahead_to(ended, n_steps):
     batch = make_batch(ended)

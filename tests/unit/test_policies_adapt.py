@@ -304,6 +304,7 @@ def moved(observation, action):
     return torch.from_numpy(env.step(np.array([action.item()]))[0])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_envs", [None, 2])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("build", [lambda: replacing, lambda: in_place, declared, sometimes])

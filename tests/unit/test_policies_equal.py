@@ -15,6 +15,7 @@ from tensordict.nn import ProbabilisticTensorDictModule as Prob
 from tensordict.nn import ProbabilisticTensorDictSequential as ProbSeq
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential as Seq
+from tests.covering import ALL
 from torch import distributions as D
 from torch import nn
 from torchrl import modules as rl
@@ -24,7 +25,7 @@ from torchrl.data import OneHot
 from gleanrl import Collector, modules
 from gleanrl.envs import GymEnv
 
-BATCHES = [(), (1,), (5,), (16,), (2, 3)]
+ROWS = [(), (1,), (5,), (16,)]
 # Environments with several batch dimensions are stepped on TensorDicts. What else reads an entry is
 # not known there: functions of the user's, outputs that are selected, and results that share the
 # memory of what was read are left as they are, and so is all that follows them. These parts become
@@ -267,9 +268,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.covering
+@pytest.mark.parametrize("batch", ROWS, ids=str)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_stochastic_policies_draw_what_the_plain_call_draws(name, kind, batch):
+    draws_what_the_plain_call_draws(name, kind, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        case
+        for case in CASES
+        if ALL or case.values[1] is RANDOM or case.values[0].removesuffix("-ours") in ACTS_BY_LOC
+    ],
+)
+def test_so_do_they_on_several_batch_dimensions(name, kind):
+    draws_what_the_plain_call_draws(name, kind, (2, 3))
+
+
+def draws_what_the_plain_call_draws(name, kind, batch):
     build, action, lowered, _ = STOCHASTIC[name]
     _, count = same(build(), layout(batch, action), kind)
     assert count == tensor_calls(name.removesuffix("-ours"), lowered, batch, kind)
@@ -503,11 +521,23 @@ DETERMINED = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("name", DETERMINED)
+def test_other_policies_give_what_the_plain_call_gives_on_several_batch_dimensions(name):
+    if name == "convolution":
+        pytest.skip("torch's convolutions take one batch dimension")
+    gives_what_the_plain_call_gives(name, (2, 3))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("batch", ROWS, ids=str)
 @pytest.mark.parametrize("name", DETERMINED)
 def test_other_policies_give_what_the_plain_call_gives(name, batch):
     if name == "convolution" and len(batch) != 1:
-        pytest.skip("torch's convolutions take one batch dimension")
+        batch = (5,)
+    gives_what_the_plain_call_gives(name, batch)
+
+
+def gives_what_the_plain_call_gives(name, batch):
     build, action, lowered = DETERMINED[name]
     dtype = torch.float64 if name == "float64" else torch.float32
     collected, count = same(build(), layout(batch, action, dtype=dtype))

@@ -392,6 +392,7 @@ def written(batch):
     return {key: batch.get(key) for key in sorted(batch.keys(True, True), key=str)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [normal, recurrent])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_of_torch_changes_between_batches(name, make):

@@ -6,9 +6,10 @@ from itertools import chain
 import pytest
 import torch
 import torchrl.data as theirs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
+from tests.covering import examples
 
 import gleanrl
 from gleanrl import (
@@ -49,7 +50,7 @@ def grid(first, envs, steps):
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     size=st.integers(1, 12),
     writes=st.lists(st.integers(0, 15), min_size=1, max_size=12),
@@ -81,7 +82,7 @@ def test_contents_are_those_of_a_model_ring(size, writes, shared):
 
 
 @given(writes=st.lists(st.integers(1, 12), min_size=1, max_size=8))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_contents_and_places_are_those_of_torchrl(writes):
     ours = ReplayBuffer(storage=LazyTensorStorage(12))
     peer = theirs.ReplayBuffer(storage=theirs.LazyTensorStorage(12))

@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import (
     Collector,
@@ -108,7 +109,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["memory", "file"])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(size=st.integers(1, SIZE), writes=WRITES, shared=st.booleans(), way=st.integers(0, 3))
 def test_rows_are_those_of_a_plain_buffer(kind, size, writes, shared, way):
     buffers = [
@@ -133,7 +134,7 @@ def test_rows_are_those_of_a_plain_buffer(kind, size, writes, shared, way):
     assert storage.ring.table(0)[0] <= storage.ring.slots
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     size=st.integers(3, SIZE),
     steps=st.lists(st.integers(1, 15), min_size=1, max_size=10),
@@ -158,7 +159,7 @@ def test_so_are_those_of_env_time_storages(size, steps, envs, shared, first):
         compare(*buffers)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     data=st.data(),
     size=st.integers(6, SIZE),
@@ -186,7 +187,7 @@ def test_writes_of_several_writers_that_fail_leave_nothing(data, size, count):
             compare(*buffers)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(writes=WRITES, size=st.integers(16, SIZE), seed=st.integers(0, 99))
 def test_slices_too(writes, size, seed):
     buffers = [

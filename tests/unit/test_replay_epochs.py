@@ -4,9 +4,10 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import (
     LazyTensorStorage,
@@ -41,7 +42,7 @@ def disturbed(size, sampler, **arguments):
     return rb, pickle.loads(pickle.dumps(rb))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     writes=st.lists(st.integers(0, 4), max_size=12),
     batch=st.integers(1, 7),

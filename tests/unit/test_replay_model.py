@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
@@ -106,4 +107,4 @@ class Buffers(RuleBasedStateMachine):
 
 
 TestBuffers = Buffers.TestCase
-TestBuffers.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBuffers.settings = settings(examples(60), stateful_step_count=30)

@@ -5,9 +5,10 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import (
     ConfigError,
@@ -65,7 +66,7 @@ WRITES = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     size=st.integers(18, 30),
     writes=WRITES,
@@ -196,7 +197,7 @@ def test_every_trajectory_once_per_epoch():
         assert sorted(ids.tolist()) == list(range(10))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=st.integers(1, 30), batch=st.integers(1, 9), shared=st.booleans(), drop=st.booleans())
 def test_without_replacement_gives_every_row_once(rows, batch, shared, drop):
     rb = ReplayBuffer(

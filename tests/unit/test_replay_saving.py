@@ -10,9 +10,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import (
     ConfigError,
@@ -50,7 +51,7 @@ WAYS = [through_memory, through_files]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(writes=st.lists(st.integers(1, 9), max_size=5), shared=st.booleans(), size=st.integers(2, 9))
 def test_a_buffer_comes_back(tmp_path_factory, way, writes, shared, size):
     path = tmp_path_factory.mktemp("buffer")
@@ -306,6 +307,7 @@ def put_into(path, part, entries):
     describe(path, meta, save)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("poison", POISON, ids=[f"{n}" for n in range(len(POISON))])
 @pytest.mark.parametrize("shared", [False, True])
 def test_files_that_contradict_each_other_change_nothing(tmp_path, poison, shared):

@@ -7,8 +7,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.covering import examples
 
 from gleanrl import (
     Collector,
@@ -119,7 +120,7 @@ class Filling:
                 self.rb.loads(folder)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=12),
     envs=st.integers(1, 2),
@@ -197,7 +198,7 @@ def test_sums_over_steps_need_ids_where_rollouts_follow_one_another():
 # -- priorities of rows that were replaced ---------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     events=st.lists(st.sampled_from(["sample", "extend", "update", "all"]), max_size=24),
     batch=st.integers(2, 5),

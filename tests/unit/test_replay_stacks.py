@@ -8,9 +8,10 @@ import ale_py
 import gymnasium as gym
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.covering import examples
 
 from gleanrl import (
     Collector,
@@ -122,7 +123,7 @@ WRITES = st.lists(
 
 
 @pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage], ids=["memory", "file"])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     size=st.integers(1, 24),
     writes=WRITES,
@@ -152,7 +153,7 @@ def test_samples_are_those_of_a_plain_buffer(
             same(plain[info["index"]], sample)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     size=st.integers(4, 30),
     steps=st.lists(st.integers(1, 9), min_size=1, max_size=9),
@@ -170,7 +171,7 @@ def test_so_are_those_of_env_time_storages(size, steps, envs, seed):
         same(plain[:], once[:])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     size=st.integers(6, 24),
     writes=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=2, max_size=20),

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.scaling import Cluster, bounds, simulate, straggler_factor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.covering import examples
 
 clusters = st.builds(
     Cluster,
@@ -24,7 +25,7 @@ clusters = st.builds(
     latency_s=st.sampled_from([0.0, 1e-4]),
     learn_frame_s=st.sampled_from([0.0, 1e-6, 1e-5]),
 )
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few = examples(60)
 
 
 def rate(cluster, **changes):

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 from frames_rig import assert_same, flags, ids_from, make_batch
-from hypothesis import given, settings
+from hypothesis import given
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
+from tests.covering import examples
 
 from gleanrl import ConfigError
 from gleanrl.collectors.utils import split_trajectories
@@ -23,21 +24,21 @@ class Pose:
     position: torch.Tensor
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(flags())
 def test_rows_equal_torchrl_given_ids(ended):
     batch = make_batch(ids_from(ended, 5), ended)
     assert_same(split_trajectories(batch), torchrl_split(batch))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(flags())
 def test_rows_equal_torchrl_given_only_end_flags(ended):
     batch = make_batch(ids_from(ended), ended).exclude("collector")
     assert_same(split_trajectories(batch), torchrl_split(batch))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(flags(max_ndim=3))
 def test_the_valid_frames_read_in_order_are_the_batch(ended):
     batch = make_batch(ids_from(ended), ended)
@@ -50,7 +51,7 @@ def test_the_valid_frames_read_in_order_are_the_batch(ended):
         assert not out[key][~mask].any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(flags())
 def test_splitting_twice_changes_nothing(ended):
     once = split_trajectories(make_batch(ids_from(ended), ended))

@@ -105,6 +105,7 @@ def scaled_rewards(data):
 SCALING = [Scaled, Outer, patched, lambda: patched("step")]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", SCALING)
 @pytest.mark.parametrize(
     "arrange",
@@ -344,6 +345,7 @@ class LateArray(Line):
         return 1.0 if self.count == 1 else self.paid
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "make", [Reusing, lambda: Reusing(np.int64), InTensors, LateArray, lambda: Shared()]
 )
@@ -413,6 +415,7 @@ ODD = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: f"{type(odd).__name__}")
 @pytest.mark.parametrize("since", [1, 3])
 @pytest.mark.parametrize(

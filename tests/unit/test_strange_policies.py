@@ -171,6 +171,7 @@ def by_count(step_count):
 CLOCKS = [partial(Clock, 0, (1, 2)), partial(Clock, 1, (9,)), partial(Clock, 2, (5, 3))]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", [Counted(), counted, by_count])
 @pytest.mark.parametrize(
     ("env", "fast"),
@@ -546,6 +547,7 @@ def agree(plain, fast, message):
             torch.testing.assert_close(other[key], value, rtol=0, atol=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("vectorised", [False, True])
 @pytest.mark.parametrize("name", SURPRISES)
 def test_what_a_policy_writes_later_is_an_error_or_delivered_without_the_fast_path(
@@ -601,6 +603,7 @@ def followed(act):
     return Seq(draw, acting, noisy)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("count", "within"), [(6, lambda act: act), (6, followed), (8, followed)]
 )  # from the first step of a batch on, and from another

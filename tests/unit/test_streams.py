@@ -69,6 +69,7 @@ def same(one, other):
     return isinstance(one, TensorDict) and bool((one == other).all())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_random_actions_and_environments_that_draw_do_not_disturb_each_other(space, seed):

@@ -80,6 +80,7 @@ def nested():
 BUILDS = (toy, single, around, inside, ours, both, nested)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("actor", [policy, None])
 @pytest.mark.parametrize("build", BUILDS)
 def test_parts_give_what_the_environment_gives(build, actor):
@@ -93,6 +94,7 @@ def test_cut_episodes_are_reset_alone(build):
     assert BY_PARTS in explained[0]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +146,7 @@ def seeded(env, collector):
     collector.set_seed(9)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "change", [in_place, replaced, other_kind, shorter, tighter, rolled_out, saved, seeded]
 )
@@ -190,6 +193,7 @@ def patch_transform(env, collector):
     env.transform[1]._step = louder(env.transform[1]._step)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", [patch_env, patch_base, patch_transform])
 @pytest.mark.parametrize("build", [single, around])
 def test_a_method_replaced_between_batches_is_called(build, change):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.covering import ALL
 from tests.zoo import gym_toys
 from torch import nn
 from torchrl.data import Unbounded
@@ -154,7 +155,9 @@ def test_random_actions_are_those_of_the_environment(name):
     assert BY_PARTS in assert_equal(BUILDS[name], actor=None)[0]
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDS if name not in OURS_ONLY])
+@pytest.mark.parametrize(
+    "name", [name for name in BUILDS if name not in OURS_ONLY][:: 1 if ALL else 2]
+)
 def test_torchrls_collector_gives_the_same(name):
     assert_like_torchrl(BUILDS[name], actor_for(name))
 
@@ -374,6 +377,7 @@ PRIMED = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options", [{}, {"init_random_frames": 40}, {"reset_at_each_iter": True}, {"split_trajs": True}]
 )
@@ -388,6 +392,7 @@ def test_torchrls_collector_passes_the_same_states(name):
     assert_like_torchrl(PRIMED[name], recurrent)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("acts", [None, policy])
 @pytest.mark.parametrize("first", [0.0, 0.5])
 def test_states_that_nobody_writes_stay(first, acts):

@@ -87,6 +87,7 @@ def test_in_the_background_the_first_batch_has_the_rate_at_which_it_was_collecte
     assert 0 < stats["fps"] == stats["fps_mean"] < 500 / seconds
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("envs", [1, 3])
 def test_returns_and_lengths_are_those_of_the_batches(envs, fast):
