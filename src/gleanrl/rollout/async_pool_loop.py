@@ -86,7 +86,7 @@ class AsyncPoolRollout(DenseRollout):
                 count = chunks.rows_needed(missing)
                 self._pool.begin(chunks.window, chunks.next_root)
                 if isinstance(policy, RandomActions):
-                    policy.draw_from(self.streams, count)
+                    policy.ahead = count
                 policy.begin(chunks.window, chunks.next_root)
                 follow = self._states.begin(chunks, self._pool.ids)
                 next_step(act, step, follow, 0, count, _NEVER)
