@@ -121,11 +121,12 @@ class Chunks:
     def rows_needed(self, waiting: int) -> int:
         """Return the number of rows to take before looking whether ``waiting`` chunks are full.
 
-        They will be if environments come equally often. In ``T`` rows no environment fills two.
+        They will be if environments come about equally often. In ``T`` rows none fills two.
         """
         short = np.partition(self.steps - self._position, waiting - 1)[waiting - 1]
-        rows = max(_FEWEST_ROWS, int(short) * self._envs // self._width)
-        return min(rows, self.most)
+        rows = int(short) * self._envs // self._width
+        # Resets are no transitions. What is left over waits, so a few rows more are not in vain.
+        return min(max(_FEWEST_ROWS, rows + rows // 16 + 4), self.most)
 
     def take(self, count: int, ids: Array, version: int) -> None:
         """Sort ``count`` rows, by policy ``version``, into chunks.
