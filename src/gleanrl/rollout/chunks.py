@@ -147,7 +147,10 @@ class Chunks:
         found = self._places(envs, over[order])
         before = np.empty_like(found)
         before[1:] = found[:-1]
-        before[first], self._last[own] = self._last[own], found[np.append(first[1:], len(found)) - 1]
+        before[first], self._last[own] = (
+            self._last[own],
+            found[np.append(first[1:], len(found)) - 1],
+        )
         places, arrivals = np.empty((2, len(found)), np.int64)
         places[order], arrivals[order] = found, before
         places = places[:-width]
