@@ -69,6 +69,10 @@ class Chunks:
             for key, field in stored.items()
         }
         self._versions = np.zeros(self._trash + 1, np.int64)
+        self._by_chunk = {
+            key: places[:-1].reshape(count, steps, *places.shape[1:])
+            for key, places in self._stored.items()
+        }
         self._shifted = tuple(shifted)
         self._arriving = tuple(arriving)
         self._acting = [f.key for f in fields if f.key not in arriving]
@@ -227,21 +231,19 @@ class Chunks:
         Returns:
             The environment of each row, ``[M]``, and the policy version of each step, ``[M, T]``.
         """
-        chunks = [self.full.popleft() for _ in range(self._width)]
-        shape = len(self.owner), self.steps
-        stored = {key: v[:-1].reshape(*shape, *v.shape[1:]) for key, v in self._stored.items()}
+        delivered = [self.full.popleft() for _ in range(self._width)]
+        self._free += delivered
+        chunks, stored = np.array(delivered), self._by_chunk
         for key in self._dense:
             np.take(stored[key], chunks, axis=0, out=window.array(key), mode="clip")
         ends = window.array(next_key(DONE))[..., 0].copy()
         ends[:, -1] = True
         row, step = ends.nonzero()
-        chunk = np.array(chunks)
         for key in self._shifted:
             after = window.array(next_key(key))
             after[:, :-1] = window.array(key)[:, 1:]
-            after[row, step] = stored[next_key(key)][chunk[row], step]
-        self._free += chunks
-        return self.owner[chunks], self._versions[:-1].reshape(shape)[chunks]
+            after[row, step] = stored[next_key(key)][chunks[row], step]
+        return self.owner[chunks], self._versions[:-1].reshape(-1, self.steps)[chunks]
 
     def root(self, next_root: Window) -> None:
         """Write the root fields of the environments at hand into ``next_root``."""
