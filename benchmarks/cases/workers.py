@@ -34,9 +34,10 @@ def multi() -> list[Case]:
     return [
         *(two_processes(kind) for kind in ("sync", "async")),
         process_peers(),
-        *(many_workers(kind) for kind in ("sync", "async")),
+        *(many_workers("eight", 8, kind, 0.85) for kind in ("sync", "async")),
+        *(many_workers("64", 64, kind, 1.0) for kind in ("sync", "async")),
         *(copied(kind, name) for kind in ("async", "sync") for name in SIZES),
-        one_frame(),
+        *(one_frame(kind) for kind in ("async", "sync")),
     ]
 
 
@@ -181,13 +182,13 @@ def process_peers() -> Case:
     )
 
 
-def many_workers(kind: str) -> Case:
+def many_workers(name: str, count: int, kind: str, target: float) -> Case:
     """More workers than cores must not be worse than as many."""
     return Case(
-        f"eight-workers-{kind}",
-        f"CartPole-v1 x16 in each of 8 workers on two cores, 64-64 MLP, {kind}",
-        partial(gleanrl, "process", kind, 8),
-        [Reference("2 workers", partial(gleanrl, "process", kind), 0.85)],
+        f"{name}-workers-{kind}",
+        f"CartPole-v1 x16 in each of {count} workers on two cores, 64-64 MLP, {kind}",
+        partial(gleanrl, "process", kind, count),
+        [Reference("2 workers", partial(gleanrl, "process", kind), target)],
         stopped=True,
     )
 
@@ -260,15 +261,16 @@ def made_and_sent(name: str) -> Case:
     )
 
 
-def one_frame() -> Case:
-    """The least that a batch takes: a message to a worker, and its answer."""
+def one_frame(kind: str) -> Case:
+    """The least that a batch takes: a message to each of its workers, and their answers."""
 
     def ours_of(count: int) -> Build:
-        return lambda: ours.over("process", "async", [envs.still_bytes(16)] * count, None, 1)
+        frames = count if kind == "sync" else 1
+        return lambda: ours.over("process", kind, [envs.still_bytes(16)] * count, None, frames)
 
     return Case(
-        "one-frame",
-        "batches of one frame, 2 workers, async",
+        "one-frame" if kind == "async" else "one-frame-sync",
+        f"batches of one frame per worker, 2 workers, {kind}; frames per second",
         ours_of(2),
         [Reference("1 worker", ours_of(1)), Reference("message and answer", bare.ping_pong)],
         stopped=True,

@@ -105,7 +105,7 @@ class VectorAdapter(WindowEnv):
         self._rewards[t] = reward
         self._dead[t] = terminated
         self._late[t] = truncated
-        np.logical_or(terminated, truncated, out=self._done[t])
+        np.logical_or(terminated, truncated, self._done[t])
         for writer in self._writers:
             writer.write(t, observation, infos)
         return infos

@@ -249,7 +249,16 @@ class VectorLeafWriter(LeafWriter):
     _who = "the vector environment"
 
     def _specialise(self) -> None:
-        """All rows come at once."""
+        if self._get is None:
+            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
+
+    def _write_plain(self, t: int, observations: Any, infos: Any) -> None:
+        rows, shape = observations, self._rows_shape
+        if type(rows) is not np.ndarray or rows.shape != shape or rows.dtype != self._target:
+            rows = self._rows(observations, infos, shape)
+        if self._next is not None:
+            self._next[t][...] = rows
+        self._root[t][...] = rows
 
     def _rows(self, observations: Any, infos: Any, shape: tuple[int, ...]) -> Array:
         values = np.asarray(self._part(self._who, observations))

@@ -81,21 +81,17 @@ class RandomActions:
         self._specs, self._envs = specs, env.num_envs
         self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
         self._streams = Streams()
-        self._ahead: int | None = None
+        self.ahead: int | None = None
+        """Rows to draw at once; ``None`` for all of a window."""
         self._drawn = 0
         """The row behind the newest rows that were drawn at once."""
         self._rewind: tuple[int, torch.Tensor | None] = 0, None
         """The first of these rows, and the stream before they were drawn."""
         self._window: Window
 
-    def draw_from(self, streams: Streams, ahead: int | None) -> None:
-        """Draw from the stream for actions in ``streams``.
-
-        Args:
-            streams: Of the source that this acts for.
-            ahead: Rows to draw at once; ``None`` for all of a window.
-        """
-        self._streams, self._ahead = streams, ahead
+    def draw_from(self, streams: Streams) -> None:
+        """Draw from the stream for actions in ``streams``, of the source that this acts for."""
+        self._streams = streams
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
@@ -121,7 +117,7 @@ class RandomActions:
                 return
             self._rewind = t, torch.get_rng_state()
             ((key, spec),) = self._specs.items()
-            rows = self._window.tensor(key)[:, t : t + (self._ahead or self._window.steps)]
+            rows = self._window.tensor(key)[:, t : t + (self.ahead or self._window.steps)]
             rows.copy_(spec.rand((rows.shape[1], envs)).transpose(0, 1))
             self._drawn = t + rows.shape[1]
 

@@ -86,7 +86,7 @@ class AsyncPoolRollout(DenseRollout):
                 count = chunks.rows_needed(missing)
                 self._pool.begin(chunks.window, chunks.next_root)
                 if isinstance(policy, RandomActions):
-                    policy.draw_from(self.streams, count)
+                    policy.ahead = count
                 policy.begin(chunks.window, chunks.next_root)
                 follow = self._states.begin(chunks, self._pool.ids)
                 next_step(act, step, follow, 0, count, _NEVER)
@@ -187,7 +187,8 @@ class _RowsTracker(Tracker):
         begins.reshape(-1)[1:] |= done.reshape(-1)[:-1]
         run = (begins.cumsum() - 1).reshape(done.shape)
         """Which run of frames of one episode each frame is part of."""
-        totals = np.array((np.bincount(run.flat, rewards[order].flat), np.bincount(run.flat)))
+        runs = run.reshape(-1)
+        totals = np.array((np.bincount(runs, rewards[order].reshape(-1)), np.bincount(runs)))
         own, first, tail = envs[lead], run[lead, 0], np.roll(lead, -1)
         last, over = run[tail, -1], done[tail, -1]
         self._returns[self._begun], self._begun = 0.0, self._begun[:0]

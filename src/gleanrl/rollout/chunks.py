@@ -69,11 +69,16 @@ class Chunks:
             for key, field in stored.items()
         }
         self._versions = np.zeros(self._trash + 1, np.int64)
+        self._by_chunk = {
+            key: places[:-1].reshape(count, steps, *places.shape[1:])
+            for key, places in self._stored.items()
+        }
         self._shifted = tuple(shifted)
         self._arriving = tuple(arriving)
         self._acting = [f.key for f in fields if f.key not in arriving]
         self._dense = [f.key for f in fields]
         self._done = self.rows[next_key(DONE)][:, :, 0]
+        self._all = np.ones(width, bool)
         self.full: deque[int] = deque()
         """Chunks that wait to be delivered."""
         self._start()
@@ -121,11 +126,12 @@ class Chunks:
     def rows_needed(self, waiting: int) -> int:
         """Return the number of rows to take before looking whether ``waiting`` chunks are full.
 
-        They will be if environments come equally often. In ``T`` rows no environment fills two.
+        They will be if environments come about equally often. In ``T`` rows none fills two.
         """
         short = np.partition(self.steps - self._position, waiting - 1)[waiting - 1]
-        rows = max(_FEWEST_ROWS, int(short) * self._envs // self._width)
-        return min(rows, self.most)
+        rows = int(short) * self._envs // self._width
+        # Resets are no transitions. What is left over waits, so a few rows more are not in vain.
+        return min(max(_FEWEST_ROWS, rows + rows // 16 + 4), self.most)
 
     def take(self, count: int, ids: Array, version: int) -> None:
         """Sort ``count`` rows, by policy ``version``, into chunks.
@@ -138,38 +144,45 @@ class Chunks:
         Raises:
             EnvError: the pool answered for an environment that was not to take a step.
         """
-        order, envs = self._in_order(ids[: count + 1].reshape(-1))
-        starts = np.concatenate(([True], envs[1:] != envs[:-1]))
-        acts, arrived = order < count * self._width, order >= self._width
-        over = np.concatenate((self._over, self._done[: count - 1].reshape(-1)))[order[acts]]
-        found = np.full(len(order), self._trash)
-        found[acts] = self._places(envs[acts], over)
-        before = np.roll(found, 1)
-        before[starts] = self._last[envs[starts]]
-        self._last[envs[np.roll(starts, -1)]] = found[np.roll(starts, -1)]
-        places, arrivals = np.empty((2, count * self._width), np.int64)
-        places[order[acts]] = found[acts]
-        arrivals[order[arrived] - self._width] = before[arrived]
-        self._store(count, places, arrivals)
+        order, envs, first = self._in_order(ids[: count + 1].reshape(-1))
+        width, own = self._width, envs[first]
+        # In the last of these rows none has acted.
+        over = np.concatenate((self._over, self._done[: count - 1].reshape(-1), self._all))
+        found = self._places(envs, over[order])
+        before = np.empty_like(found)
+        before[1:] = found[:-1]
+        before[first], self._last[own] = (
+            self._last[own],
+            found[np.append(first[1:], len(found)) - 1],
+        )
+        places, arrivals = np.empty((2, len(found)), np.int64)
+        places[order], arrivals[order] = found, before
+        places = places[:-width]
+        self._store(count, places, arrivals[width:])
         self._versions[places] = version
         self._over, self._at_hand = self._done[count - 1].copy(), ids[count].copy()
         for rows in self.rows.values():
             rows[0] = rows[count]
 
-    def _in_order(self, envs: Array) -> tuple[Array, Array]:
-        """Return the order by environment, and by time within each; and the sorted ``envs``."""
+    def _in_order(self, envs: Array) -> tuple[Array, Array, Array]:
+        """Return the order by environment, and by time within each.
+
+        Returns:
+            The order; the sorted ``envs``; where in these each environment begins.
+        """
         # Numpy sorts numbers of 16 bits in a fraction of the time.
         narrow = envs.astype(np.int16) if self._envs < 1 << 15 else envs
         order = np.argsort(narrow, kind="stable")
         envs, row = envs[order], order // self._width
-        twice = (envs[1:] == envs[:-1]) & (row[1:] == row[:-1])
+        same = envs[1:] == envs[:-1]
+        twice = same & (row[1:] == row[:-1])
         if twice.any() or envs[0] < 0 or envs[-1] >= self._envs:
             env = envs[int(np.argmax(twice))] if twice.any() else envs[-1]
             raise EnvError(f"the pool answered for environment {env}, which had no action")
-        return order, envs
+        return order, envs, np.append(0, np.flatnonzero(~same) + 1)
 
     def _places(self, envs: Array, over: Array) -> Array:
-        """Return the places of the sorted ``envs`` that act, and give them new chunks."""
+        """Return the places of the sorted ``envs`` that are not ``over``; give them new chunks."""
         real, steps = ~over, self.steps
         each = np.bincount(envs[real], minlength=self._envs)
         index = real.cumsum() - 1 + (self._position - each.cumsum() + each)[envs]
@@ -218,21 +231,19 @@ class Chunks:
         Returns:
             The environment of each row, ``[M]``, and the policy version of each step, ``[M, T]``.
         """
-        chunks = [self.full.popleft() for _ in range(self._width)]
-        shape = len(self.owner), self.steps
-        stored = {key: v[:-1].reshape(*shape, *v.shape[1:]) for key, v in self._stored.items()}
+        delivered = [self.full.popleft() for _ in range(self._width)]
+        self._free += delivered
+        chunks, stored = np.array(delivered), self._by_chunk
         for key in self._dense:
             np.take(stored[key], chunks, axis=0, out=window.array(key), mode="clip")
         ends = window.array(next_key(DONE))[..., 0].copy()
         ends[:, -1] = True
         row, step = ends.nonzero()
-        chunk = np.array(chunks)
         for key in self._shifted:
             after = window.array(next_key(key))
             after[:, :-1] = window.array(key)[:, 1:]
-            after[row, step] = stored[next_key(key)][chunk[row], step]
-        self._free += chunks
-        return self.owner[chunks], self._versions[:-1].reshape(shape)[chunks]
+            after[row, step] = stored[next_key(key)][chunks[row], step]
+        return self.owner[chunks], self._versions[:-1].reshape(-1, self.steps)[chunks]
 
     def root(self, next_root: Window) -> None:
         """Write the root fields of the environments at hand into ``next_root``."""

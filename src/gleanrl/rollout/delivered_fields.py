@@ -230,7 +230,7 @@ class DeliveredFields:
         for group in self._groups:
             if group.truncated and last >= 0:
                 prefix = (NEXT, *group.prefix)
-                done, late = (window.tensor((*prefix, name)) for name in ("done", "truncated"))
+                done, late = (window.array((*prefix, name)) for name in ("done", "truncated"))
                 late[envs, last] |= ~done[envs, last]
                 done[envs, last] = True
 

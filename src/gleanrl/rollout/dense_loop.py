@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -73,9 +73,6 @@ class _Versions:
 class DenseRollout(BaseSource):
     """The source of dense environments: fixed layout, one real transition per step."""
 
-    _DRAW_AHEAD: ClassVar[int | None] = None
-    """Rows of random actions that are drawn at once; ``None`` for all of a rollout."""
-
     def __init__(
         self,
         env: Env,
@@ -98,7 +95,7 @@ class DenseRollout(BaseSource):
         self._random = RandomActions(env.action_specs, env.layout, policy)
         for one in (policy, self._random):
             if isinstance(one, RandomActions):
-                one.draw_from(self.streams, self._DRAW_AHEAD)
+                one.draw_from(self.streams)
         self._fields = DeliveredFields.of(env.layout, policy, options)
         self._next_root = self._fields.make_next_root()
         for key in first.keys():

@@ -29,6 +29,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
+from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.dense_loop import DenseRollout
 from gleanrl.rollout.provided import Provided
 from gleanrl.rollout.source import BaseSource
@@ -149,8 +150,6 @@ class PoolRollout(DenseRollout):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
-    _DRAW_AHEAD = 32
-    """Rows of random actions that are drawn at once; the rollout's raw steps are not known."""
 
     def __init__(
         self,
@@ -208,6 +207,8 @@ class PoolRollout(DenseRollout):
         ready = int(log.counts(0).min())
         while ready < goal:
             end = taken + goal - ready
+            if isinstance(policy, RandomActions):
+                policy.ahead = goal - ready
             taken = next_step(act, step, follow, taken, end, stop)
             ready = int(log.counts(taken).min())
             if stop[0]:
@@ -220,7 +221,8 @@ class PoolRollout(DenseRollout):
         self._discarded += discarded
         done = window.array(next_key(DONE))[:, :steps, 0]
         # The frames that would follow are lost: the trajectory ends with the last one delivered.
-        self._fields.truncate(window, steps - 1, cut)
+        if len(cut):
+            self._fields.truncate(window, steps - 1, cut)
         self.tracker.end_all(done)
         self._fields.finish(window, self.tracker, steps, self.policy_version)
         log.root(self._next_root)

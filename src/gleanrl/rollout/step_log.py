@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.keys import DONE, TERMINATED, TRUNCATED, Key, next_key
+from gleanrl.core.keys import DONE, Key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.window import Array, Window
 
 _PAD = 4
 """Rows whose size is a power of two would all fall into the same few sets of the cache."""
+
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -65,10 +67,13 @@ class StepLog:
         self._rows: dict[Key, Array] = {
             field.key: np.zeros((rows, width, *field.shape), field.numpy_dtype) for field in fields
         }
-        self._flat = {k: v.reshape(rows * width, *v.shape[2:]) for k, v in self._rows.items()}
         self._shifted = tuple(shifted)
-        self._sparse = (next_key(TERMINATED), next_key(TRUNCATED))
-        self._dense = [key for key in self._rows if key not in self._sparse]
+        flat = {k: v.reshape(rows * width, *v.shape[2:]) for k, v in self._rows.items()}
+        # The value of a step that is in the root row after it begins one row later.
+        after = {next_key(key): flat[key][width:] for key in self._shifted}
+        self._delivered: dict[Key, Array] = {**flat, **after}
+        self._places = np.arange(rows) * width + np.arange(envs)[:, None]
+        """The place of each row and environment in flat rows, ``[P, rows]``."""
         self._done = self._rows[next_key(DONE)][:, :envs, 0]
         self._pending = np.zeros((rows, envs), bool)
         """Steps that wait to be delivered."""
@@ -78,7 +83,6 @@ class StepLog:
         self._oldest_left = keep
         self._finals: list[_Finals] = []
         self._restarts: list[tuple[int, Array]] = []
-        self._scratch = np.zeros((2, envs, steps), np.int64)
         self._stock = np.zeros(envs, np.int64)
         """Steps of every environment that the last rollout left over."""
         self.window = self._view(keep, room)
@@ -169,7 +173,7 @@ class StepLog:
 
     def counts(self, taken: int) -> Array:
         """Return how many steps of each environment wait, with ``taken`` taken in this rollout."""
-        counts: Array = self._stock + self._real(taken).sum(0)
+        counts: Array = self._stock + self._real(taken).sum(0, np.int32)
         return counts
 
     def _real(self, taken: int) -> Array:
@@ -197,50 +201,26 @@ class StepLog:
     def deliver(self, window: Window, steps: int, versions: bool) -> Array | None:
         """Move the oldest ``steps`` steps of every environment into ``window``.
 
-        Every environment must have as many, and the flags of ``window`` must be down. Returns the
-        policy version of each, ``[P, steps]``, if ``versions`` are asked for.
+        Every environment must have as many. Returns the policy version of each, ``[P, steps]``, if
+        ``versions`` are asked for.
         """
         first, last = self._keep - self._left, self._keep + self._taken
-        source = self._oldest(first, last, steps)
-        for key in self._dense:
+        pending = self._pending[first:last]
+        oldest = pending.copy()
+        # No environment has more than ``steps`` in the first rows.
+        late = oldest[steps:]
+        late &= oldest[:steps].sum(0, np.int32) + np.add.accumulate(late, 0, np.int32) <= steps
+        source = self._places[:, first:last][np.ascontiguousarray(oldest.T)].reshape(-1, steps)
+        for key, rows in self._delivered.items():
             out = window.array(key)[:, :steps]
             # Clipping changes nothing (all indices are in range) but spares numpy a copy of out.
-            np.take(self._flat[key], source, axis=0, out=out, mode="clip")
-        ended = np.flatnonzero(window.array(next_key(DONE))[:, :steps])
-        env = ended // steps
-        done = env, ended - env * steps
-        ends = source.take(ended)
-        for key in self._sparse:
-            window.array(key)[done] = self._flat[key].take(ends, axis=0)
-        for key in self._shifted:
-            root, after = window.array(key), window.array(next_key(key))
-            # Between two ends the next observation of a step is the root of the one after it.
-            after[:, : steps - 1] = root[:, 1:steps]
-            after[:, steps - 1] = self._flat[key].take(source[:, -1] + self._width, axis=0)
-            after[done] = self._flat[key].take(ends + self._width, axis=0)
+            np.take(rows, source, axis=0, out=out, mode="clip")
         until = source[:, -1] // self._width
         if self._finals:
             self._deliver_finals(window, first, until)
-        self._oldest_left = left = int(until.min()) + 1
-        self._pending[first:left] = False
-        self._pending[left:last] &= np.arange(left, last)[:, None] > until
+        pending ^= oldest
+        self._oldest_left = int(until.min()) + 1
         return self._versions[source // self._width] if versions else None
-
-    def _oldest(self, first: int, last: int, steps: int) -> Array:
-        """Return the places of the oldest pending steps in the flat log, ``[P, steps]``."""
-        count, width = last - first, self._width
-        pending = np.flatnonzero(np.ascontiguousarray(self._pending[first:last].T))
-        each = np.arange(self._envs)
-        begin = np.searchsorted(pending, each * count)
-        # Scratch memory is kept: arrays of this size are given back to the system when freed.
-        nth: Array = self._scratch[0, :, :steps]
-        found: Array = self._scratch[1, :, :steps]
-        np.add(begin[:, None], np.arange(steps), out=nth)
-        np.take(pending, nth, out=found, mode="clip")
-        # From env * count + (row - first) to row * width + env.
-        found *= width
-        found += (each * (1 - count * width) + first * width)[:, None]
-        return found
 
     def _deliver_finals(self, window: Window, first: int, until: Array) -> None:
         for final in self._finals:
@@ -259,7 +239,7 @@ class StepLog:
         last = self._keep + self._taken
         pending = self._pending[self._oldest_left : last]
         over = len(pending) - self._keep
-        ahead = np.flatnonzero(pending[: max(over, 0)].any(0))
+        ahead = np.flatnonzero(pending[:over].any(0)) if over > 0 else _NONE
         discarded = self._drop(ahead)
         rows = np.flatnonzero(pending.any(1))
         left = len(pending) - int(rows[0]) if len(rows) else 0

@@ -124,8 +124,8 @@ class Tracker:
 
     def end_all(self, done: Array) -> None:
         """Note every end of a rollout at once, instead of `end`: ``done`` is ``[P, T]``."""
-        columns, rows = done.T.nonzero()
-        self._all_ends = np.array((rows, columns + 1))
+        steps, rows = divmod(np.flatnonzero(np.ascontiguousarray(done.T)), len(done))
+        self._all_ends = np.array((rows, steps + 1))
 
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
         """Close a rollout of ``steps`` steps.
@@ -141,29 +141,21 @@ class Tracker:
         ended = np.array((self._over, self._over_after)) if self._over else self._all_ends
         rows, ends = ended
         first, age = self._episode * self._stride + self._index, self._age
-        over: Array | None = None
-        """The number of episodes that ended before each root row, ``[P, steps + 1]``."""
-        if len(rows) and steps > 1:
-            begins = np.zeros((len(age), steps + 1), bool)
-            begins[rows, ends] = True
-            over = begins.cumsum(1)
-            self._episode += over[:, -1]
-        else:
-            self._episode[rows] += 1
+        if len(rows):
+            self._episode += np.bincount(rows, minlength=len(age))
         if ids is not None:
             found = ids[:, :steps]
             found[...] = first[:, None]
-            if over is not None:
-                found += over[:, :-1] * self._stride
+            if len(rows) and steps > 1:
+                inside = ends < steps
+                found[:, 1:] = 0
+                found[rows[inside], ends[inside]] = self._stride
+                np.cumsum(found, 1, out=found)
             ids[:, steps:] = -1
         if counts is not None:
-            time = np.arange(steps + 1)
-            counts[:, : steps + 1] = time + age[:, None]
-            if over is not None:
-                started = np.where(begins, time, -age[:, None])
-                counts[:, : steps + 1] = time - np.maximum.accumulate(started, 1)
-            elif len(rows):
-                counts[rows, steps] = 0
+            began = np.repeat(-age[:, None], steps + 1, 1)
+            began[rows, ends] = ends
+            counts[:, : steps + 1] = np.arange(steps + 1) - np.maximum.accumulate(began, 1)
         age += steps
         age[rows] = steps - ends  # of several ends of one environment the last one stays
         self.lacking = len(self.voids)
