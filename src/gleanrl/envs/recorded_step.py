@@ -86,18 +86,8 @@ class RecordedStep:
 
     def explain(self) -> str:
         """Return how environments and transforms are stepped."""
-        parts = self.parts
-        if parts.members:
-            count, kind = len(parts.members), type(parts.members[0]).__name__
-            text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
-        else:
-            text = (
-                f"ParallelEnv of {parts.base.num_workers}, whose workers are told to step without "
-                "TensorDicts, and call their environments as they are"
-            )
-        for transform in chain.from_iterable(parts.leading[:1]):
-            text += f"\n  {type(transform).__name__}: around each Gymnasium environment"
-        for transform in parts.transforms:
+        text = self._memory.members.explain()
+        for transform in self.parts.transforms:
             name = type(transform).__name__
             called = [phase for phase, names in self._called.items() if name in names]
             how = f"called as it is, on rows, in each {' and '.join(called)}"

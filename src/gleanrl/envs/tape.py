@@ -70,7 +70,13 @@ class TapedWorker:
 
     def send(self, command: tuple[str, Any]) -> None:
         """Keep the command and all that a worker can read; make up its results."""
-        self.log.append((command, {k: v.numpy().tobytes() for k, v in self._root.items()}))
+        if command[0] == "step_and_maybe_reset":
+            self.send(("step", command[1]))
+            if self._after["done"].any():
+                self.send(("reset", (["_reset"], {})))
+            return
+        read = {k: v.numpy().tobytes() for k, v in self._root.items() if k != "_reset"}
+        self.log.append((command, read))
         steps = command[0] == "step"
         for key, root in self._root.items():
             if key in self._after:

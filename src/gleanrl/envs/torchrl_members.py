@@ -25,6 +25,11 @@ from gleanrl.envs.writers import CastingLeafWriter
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
+BY_PARTS = "_workers_by_parts"
+"""The attribute of a ``ParallelEnv`` with workers that may step their environments by parts."""
+EXPLAIN = ("explain", None)
+"""The command to such a worker to say how it steps."""
+_EXPLAIN_S = 10.0
 _LOOKS = 20_000
 """Looks at workers that leave the processor to them, some 10 ms, before TorchRL looks itself."""
 _NOTHING: tuple[int, ...] = ()
@@ -36,6 +41,7 @@ class GymMembers:
     def __init__(self, parts: Parts, batch: tuple[int, ...]) -> None:
         """Allocate rows; `Unproven` if TorchRL shows other data than the members have."""
         self._rows = rows = _rows_of(parts, batch)
+        self._parts = parts
         self.action_specs: Mapping[Key, Spec] = rows.action_specs
         inner, envs = rows.layout, rows.layout.num_envs
         self.shown = [*inner.observations, *FLAGS]
@@ -56,6 +62,14 @@ class GymMembers:
         self._reward = self.raw.rows(next_key(REWARD))[0]
         self._raised = [self.raw.rows(next_key(flag.key))[0] for flag in FLAGS]
         self._ended = False
+
+    def explain(self) -> str:
+        """Return how they are stepped."""
+        count, kind = len(self._parts.members), type(self._parts.members[0]).__name__
+        text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
+        for transform in self._parts.leading[0]:
+            text += f"\n  {type(transform).__name__}: around each Gymnasium environment"
+        return text
 
     def begin(self) -> None:
         """Prepare for steps."""
@@ -106,6 +120,16 @@ class WorkerMembers:
         pairs = [(f.key, next_key(f.key)) for f in self.shown]
         self._pairs = [tuple(self.raw.rows(key)[0] for key in pair) for pair in pairs]
         self._resets = held[("_reset",)].numpy()
+
+    def explain(self) -> str:
+        """Return how they are stepped: in each worker like in the first one."""
+        base, count = self._base, len(self._workers)
+        text = f"ParallelEnv of {count}, whose workers are told to step without TensorDicts"
+        how, channel = "called as it is", base.parent_channels[0]
+        if vars(base).get(BY_PARTS) is base._workers:
+            channel.send(EXPLAIN)
+            how = channel.recv() if channel.poll(_EXPLAIN_S) else "worker 0 did not say"
+        return f"{text}\n  in a worker: " + how.replace("\n", "\n  ")
 
     def begin(self) -> None:
         """Do nothing: workers know the step before."""

@@ -265,8 +265,6 @@ def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module,
     Its workers step any environments, with the commands that it sends them, in memory that it
     shares with them.
     """
-    if not wholes:
-        raise Unproven("TorchRL's ParallelEnv without transforms around it has none to record")
     _require_none_leads(around)
     shares = base._use_buffers and base._share_memory and not base.share_individual_td
     alone = len(base.batch_size) == 1 and base._worker_indices == list(range(base.num_workers))
@@ -276,6 +274,18 @@ def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module,
     for one in parts.envs:
         _require_own_methods(one)
     return parts
+
+
+def waits_for_workers(env: Any) -> Any:
+    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it and was never started."""
+    base: Any = _peeled(env)[0]
+    if qualified(type(base)) != _PARALLEL or not base.is_closed or "_events" in vars(base):
+        return None
+    try:
+        _require_own_methods(base)
+    except Unproven:
+        return None
+    return base if base._use_buffers and base._share_memory else None
 
 
 def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
@@ -446,7 +456,12 @@ def _served_by(workers: Sequence[Any], base: Any) -> Any:
     parts = shared.unbind(0)
     for index, worker in enumerate(workers):
         worker.serve(parts[index], flags, index)
-    held = {"shared_tensordict_parent": shared, "shared_tensordicts": parts}
+    held = {
+        "shared_tensordict_parent": shared,
+        "shared_tensordicts": parts,
+        "_shared_tensordict_parent_next": shared.get("next"),
+        "_shared_tensordict_parent_root": shared.exclude("next", *twin.reset_keys),
+    }
     vars(twin).update(held, parent_channels=workers, _workers=workers, _shm_done_flags=flags)
     return twin
 
