@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from tests.unit.torchrl_rig import (
     toy,
     unchanged,
 )
-from tests.zoo.laws import quiet
+from tests.zoo.laws import Outcome, differences, quiet
 from torchrl.envs import (
     CatFrames,
     Compose,
     DoubleToFloat,
+    GymEnv,
     InitTracker,
     ObservationNorm,
     ParallelEnv,
@@ -29,6 +31,8 @@ from torchrl.envs import (
     TransformedEnv,
     VecNorm,
 )
+
+from gleanrl import Collector
 
 BY_PARTS = "whose workers are told to step without TensorDicts"
 
@@ -62,18 +66,49 @@ def moved(env: Any, collector: Any) -> None:
 def test_recorded_steps_are_those_of_the_environment(build, change):
     explained = assert_equal(build, change=change, actor=policy)
     assert all(BY_PARTS in text for text in explained)
+    assert "in a worker: called as it is" in explained[0]  # they were started before, for a seed
 
 
-def test_it_gives_what_torchrls_collector_gives():
-    assert_like_torchrl(around)
+def both() -> Any:
+    return TransformedEnv(parallel(counting), ObservationNorm(0.1, 3.0, in_keys=SEEN))
 
 
-def test_cut_episodes_are_reset_alone():
+@pytest.mark.parametrize("build", [parallel, lambda: parallel(counting), both])
+def test_workers_that_a_collector_starts_step_by_parts(build):
+    def collect(fast: bool) -> tuple[Any, str]:
+        env = build()
+        with Collector(env, policy(), frames_per_batch=14, total_frames=-1, fast=fast) as made:
+            made.set_seed(5)
+            first = next(iter(made)).clone()
+            alone = env.rollout(9, break_when_any_done=False)  # also beyond the end of episodes
+            made.reset()
+            return Outcome([first, alone, next(iter(made)).clone()]), made.explain()
+
+    fast, explained = collect(fast=True)
+    assert BY_PARTS in explained
+    assert "in a worker: 1 x GymWrapper, the Gymnasium environment in it stepped" in explained
+    assert not differences(collect(fast=False)[0], fast)
+
+
+@pytest.mark.parametrize("build", [around, lambda: parallel(counting)])
+def test_it_gives_what_torchrls_collector_gives(build):
+    assert_like_torchrl(build)
+
+
+def test_workers_that_are_spawned_step_by_parts():
+    env = ParallelEnv(1, partial(GymEnv, "CartPole-v1"), mp_start_method="spawn")
+    with Collector(env, frames_per_batch=8, total_frames=8) as collector:
+        assert next(iter(collector))["observation"].shape == (1, 8, 4)
+        assert "in a worker: 1 x GymEnv, the Gymnasium environment in it" in collector.explain()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_cut_episodes_are_reset_alone(wrapped):
     def build() -> Any:
-        return TransformedEnv(parallel(), RewardSum())
+        return TransformedEnv(parallel(), RewardSum()) if wrapped else parallel()
 
     explained = assert_equal(build, actor=None, max_frames_per_traj=3)
-    assert BY_PARTS in explained[0]
+    assert (BY_PARTS in explained[0]) == wrapped
 
 
 def patched() -> Any:

@@ -26,7 +26,7 @@ from gleanrl.envs.writers import CastingLeafWriter
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
 BY_PARTS = "_workers_by_parts"
-"""The attribute of a ``ParallelEnv`` with workers that may step their environments by parts."""
+"""The attribute of a ``ParallelEnv`` with the ids of workers that step by parts if they can."""
 EXPLAIN = ("explain", None)
 """The command to such a worker to say how it steps."""
 _EXPLAIN_S = 10.0
@@ -123,10 +123,11 @@ class WorkerMembers:
 
     def explain(self) -> str:
         """Return how they are stepped: in each worker like in the first one."""
-        base, count = self._base, len(self._workers)
+        held, count = vars(self._base), len(self._workers)
         text = f"ParallelEnv of {count}, whose workers are told to step without TensorDicts"
-        how, channel = "called as it is", base.parent_channels[0]
-        if vars(base).get(BY_PARTS) is base._workers:
+        how = "called as it is"
+        if [worker.pid for worker in held.get("_workers", ())] == held.get(BY_PARTS):
+            channel = held["parent_channels"][0]
             channel.send(EXPLAIN)
             how = channel.recv() if channel.poll(_EXPLAIN_S) else "worker 0 did not say"
         return f"{text}\n  in a worker: " + how.replace("\n", "\n  ")

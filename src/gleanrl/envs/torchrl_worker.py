@@ -38,7 +38,7 @@ def start_workers(env: Any) -> None:
             base.start()
         finally:
             setattr(module, _LOOP, *_theirs)
-    vars(base)[BY_PARTS] = base._workers
+    vars(base)[BY_PARTS] = [worker.pid for worker in base._workers]
 
 
 def serve(**options: Any) -> None:
