@@ -6,11 +6,11 @@ apart has exactly these classes, no method of which was replaced on the class or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pkgutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, starmap
@@ -84,7 +84,7 @@ class Unproven(Exception):
     """The reason why an environment is stepped by its own methods."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def unproven_on_error() -> Iterator[None]:
     """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions."""
     try:
@@ -277,15 +277,13 @@ def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module,
 
 
 def waits_for_workers(env: Any) -> Any:
-    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it and was never started."""
+    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it, without workers."""
     base: Any = _peeled(env)[0]
-    if qualified(type(base)) != _PARALLEL or not base.is_closed or "_events" in vars(base):
-        return None
-    try:
-        _require_own_methods(base)
-    except Unproven:
-        return None
-    return base if base._use_buffers and base._share_memory else None
+    with contextlib.suppress(Unproven):
+        if qualified(type(base)) == _PARALLEL and base.is_closed:
+            _require_own_methods(base)
+            return base if base._use_buffers and base._owns_workers else None
+    return None
 
 
 def _require_none_leads(transforms: Sequence[nn.Module]) -> None:

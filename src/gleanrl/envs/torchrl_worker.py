@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from threading import Lock
 from typing import Any
 
 from gleanrl.core.keys import as_key, next_key
@@ -16,11 +15,10 @@ from gleanrl.core.window import Window
 from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS
-from gleanrl.envs.torchrl_parts import Unproven, waits_for_workers
+from gleanrl.envs.torchrl_parts import Unproven, unproven_on_error, waits_for_workers
 from gleanrl.envs.transformed import TransformedRows
 
 _HOME, _LOOP = "torchrl.envs.batched_envs", "_run_worker_pipe_shared_mem"
-_starting = Lock()
 _theirs: list[Any] = []
 """TorchRL's loop, in processes that started workers, and in processes forked from these."""
 
@@ -28,16 +26,18 @@ _theirs: list[Any] = []
 def start_workers(env: Any) -> None:
     """Start the workers of a ``ParallelEnv`` in ``env`` if it has none, as its first use would."""
     base = waits_for_workers(env)
-    module = sys.modules.get(_HOME)
-    if base is None or module is None:
+    if base is None:
         return
-    with _starting:
-        _theirs[:] = [vars(module)[_LOOP]]
-        setattr(module, _LOOP, serve)
-        try:
-            base.start()
-        finally:
-            setattr(module, _LOOP, *_theirs)
+    module = sys.modules[_HOME]
+    loop = vars(module).get(_LOOP)
+    if loop in (None, serve):  # of another version, or another thread is starting workers
+        return
+    _theirs[:] = [loop]
+    setattr(module, _LOOP, serve)
+    try:
+        base.start()
+    finally:
+        setattr(module, _LOOP, loop)
     vars(base)[BY_PARTS] = [worker.pid for worker in base._workers]
 
 
@@ -103,7 +103,8 @@ class _Steps:
         if not self._tried:
             self._tried = True
             try:
-                self._open()
+                with unproven_on_error():
+                    self._open()
             except Unproven as err:
                 self._why = str(err)
         if self._rows is None or any(root.item() for root, _ in self._flags):
