@@ -34,6 +34,8 @@ from torchrl.envs import (
 
 from gleanrl import Collector
 
+# Workers are forked: those that TorchRL spawns take seconds to import it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 BY_PARTS = "whose workers are told to step without TensorDicts"
 
 

@@ -16,7 +16,6 @@ from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS
 from gleanrl.envs.torchrl_parts import Unproven, unproven_on_error, waits_for_workers
-from gleanrl.envs.transformed import TransformedRows
 
 _HOME, _LOOP = "torchrl.envs.batched_envs", "_run_worker_pipe_shared_mem"
 _theirs: list[Any] = []
@@ -68,7 +67,7 @@ class _Steps:
         self._pipe, self._memory = options["child_pipe"], options["shared_tensordict"]
         self._done, self._index = options["shm_done_flags"], options["worker_idx"]
         self.send, self.close = self._pipe.send, self._pipe.close
-        self._rows: TransformedRows | None = None
+        self._rows: Any = None  # `TransformedRows`, where the parts are known
         self._tried = self._begun = False
 
     def poll(self, timeout: float) -> bool:
