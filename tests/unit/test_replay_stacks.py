@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tests.covering import examples
+from tests.zoo import gym_toys
+from torchrl.envs import CatFrames, GymWrapper, SerialEnv, TransformedEnv
 
 from gleanrl import (
     Collector,
@@ -392,3 +394,26 @@ def test_a_transition_of_atari_takes_the_memory_of_one_frame():
                 pass
     same(*(rb[:] for rb in buffers))
     assert buffers[1].storage.nbytes / 300 <= 7_400
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_frames_of_torchrls_serial_env_are_stored_once(inside):
+    def stacked(env):
+        return TransformedEnv(env, CatFrames(4, -3, in_keys=["observation"]))
+
+    def member():
+        env = GymWrapper(gym_toys.Pictures())
+        return stacked(env) if inside else env
+
+    serial = SerialEnv(3, member)
+    env = serial if inside else stacked(serial)
+    buffers = [
+        ReplayBuffer(storage=LazyTensorStorage(240, stacks=stacks))
+        for stacks in (None, {"observation": 4})
+    ]
+    with Collector(env, frames_per_batch=60, total_frames=240) as collector:
+        for batch in collector:
+            for rb in buffers:
+                rb.extend(batch.reshape(-1))
+    same(*(rb[:] for rb in buffers))
+    assert buffers[1].storage.nbytes <= 0.35 * buffers[0].storage.nbytes

@@ -1,7 +1,7 @@
 """TorchRL environments of transforms drawn at random, for the law of the zoo.
 
 The 3,000 from seed 100000 on, up to seed 106748, were checked on 2026-11-27, before the transforms
-in `LEADING`, counters, lives and primers were drawn. Two broke the law:
+in `LEADING`, counters, lives, masks, projections and primers were drawn. Two broke the law:
 they have a policy that keeps what it was shown, and an environment that uses its memory again, and
 are tagged since.
 """
@@ -26,11 +26,13 @@ from tests.zoo.policies import POLICIES
 from tests.zoo.reference import ReusingTwin, TensorDictTwin
 from torchrl.data import Unbounded
 from torchrl.envs import (
+    ActionMask,
     BinarizeReward,
     CatFrames,
     CatTensors,
     ClipTransform,
     Compose,
+    DiscreteActionProjection,
     DoubleToFloat,
     DTypeCastTransform,
     EndOfLifeTransform,
@@ -67,6 +69,7 @@ SEEN = ["observation"]
 FEW = spaces.Discrete(3)
 INDEX = Action("index", n=3, dtype=torch.int64)
 HOT = Action("onehot", (3,), n=3, dtype=torch.int64)
+WIDE = Action("onehot", (5,), n=5, dtype=torch.int64)
 PUSH = Action("continuous", (2,))
 
 
@@ -111,6 +114,8 @@ BASES: list[tuple[Callable[[], gym.Env], Action]] = [
     (lambda: gym_toys.Louder(gym_toys.Small(FEW)), INDEX),
     (of_toy(gym_toys.Draws, FEW), INDEX),
     (of_toy(gym_toys.Lives, FEW), HOT),
+    (of_toy(gym_toys.Masked, FEW), INDEX),
+    (of_toy(gym_toys.Masked, FEW), HOT),
     (partial(gym.make, "CartPole-v1"), Action("index", n=2, dtype=torch.int64)),
     (partial(gym.make, "Pendulum-v1"), Action("continuous", (1,), scale=2)),
 ]
@@ -204,6 +209,12 @@ class Composition:
         self.ours = draw.random() < 0.3
         self.cut = draw.choice((None, None, 3, 7))
         self.policy = draw.random()
+        self.projects = self.action is HOT and draw.random() < 0.4
+        if isinstance(self.base(), gym_toys.Masked) and draw.random() < 0.8:
+            draw.choice((self.inside, self.around)).append(ActionMask)
+        if self.projects:
+            self.action = WIDE
+            self.around.append(partial(DiscreteActionProjection, 3, 5))
 
     @staticmethod
     def draw(draw: random.Random, pool: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
@@ -256,7 +267,7 @@ class Composition:
         tags = {
             "init": "is_init" in keys,
             "cut": bool(own),
-            "draws": isinstance(base, gym_toys.Draws) or bool(self.leading),
+            "draws": isinstance(base, gym_toys.Draws) or bool(self.leading) or self.projects,
             "primed": "hidden" in keys,
             "reuses": reuses,
         }

@@ -7,23 +7,19 @@ return, for all members at once, and the results are copied into the rows of a r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, Key, as_key, next_key
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field
-from gleanrl.core.options import GymOptions
+from gleanrl.core.keys import DONE, TERMINATED, Key, as_key, next_key
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.gym_transforms import wrapped
-from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.tensordict import spec_fields
+from gleanrl.envs.torchrl_members import FLAGS, GymMembers, WorkerMembers, after_step
 from gleanrl.envs.torchrl_parts import (
     Parts,
     Unproven,
@@ -31,16 +27,13 @@ from gleanrl.envs.torchrl_parts import (
     is_called,
     is_counter,
     is_stateful,
-    reset_rows,
+    kept_rows,
     tensors_of,
 )
 from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
-from gleanrl.envs.writers import CastingLeafWriter
 from gleanrl.operations.op_recorder import array_of
 from gleanrl.operations.watch import Unwatchable, Watch
 
-FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
-"""End flags of an environment."""
 _RESET: Key = ("_reset",)
 _NOTHING: tuple[int, ...] = ()
 
@@ -78,7 +71,7 @@ class RecordedStep:
         inverse = recorded("_inv_call", {}, {**memory.root, **memory.given})
         step = recorded("_step", inverse.results, memory.stepped)
         reset = recorded("_reset", {_RESET: memory.mask}, memory.reset)
-        if len([*parts.shells[0], *parts.wholes]) > 1 and inverse.calls:
+        if len([*chain.from_iterable(parts.shells[:1]), *parts.wholes]) > 1 and inverse.calls:
             raise Unproven("several transformed environments, one in another, change actions")
         memory.bind(layout, inverse, step, reset)
         self._act_calls: list[Callable[[], Any]] = [*inverse.calls, *memory.acting]
@@ -89,14 +82,11 @@ class RecordedStep:
     @property
     def action_specs(self) -> Mapping[Key, Spec]:
         """What the spaces of the Gymnasium environments declare."""
-        return self._memory.rows.action_specs
+        return self._memory.members.action_specs
 
     def explain(self) -> str:
         """Return how environments and transforms are stepped."""
-        count, kind = len(self.parts.members), type(self.parts.members[0]).__name__
-        text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
-        for transform in self.parts.leading[0]:
-            text += f"\n  {type(transform).__name__}: around each Gymnasium environment"
+        text = self._memory.members.explain()
         for transform in self.parts.transforms:
             name = type(transform).__name__
             called = [phase for phase, names in self._called.items() if name in names]
@@ -106,7 +96,7 @@ class RecordedStep:
 
     def changed(self) -> bool:
         """Tell whether settings of transforms were replaced since they were recorded."""
-        held, now = self._memory.held, reset_rows(self.parts)
+        held, now = self._memory.held, kept_rows(self.parts)
         moved = held.keys() != now.keys() or any(now[key] is not held[key] for key in held)
         moved |= self._skips != [member.wrapper_frame_skip for member in self.parts.members]
         return moved or self._watch.changed() or not self.parts.alike()
@@ -119,7 +109,7 @@ class RecordedStep:
         ``on_partial_reset`` is told of members that are reset while others go on.
         """
         memory, self._on_partial_reset = self._memory, on_partial_reset
-        memory.rows.begin(memory.raw, memory.behind)
+        memory.members.begin()
         self._given = [(window.rows(key), row) for key, row in memory.given_rows]
         self._shown: list[tuple[list[Array], Array]] = []
         self._roots = []
@@ -140,7 +130,7 @@ class RecordedStep:
             row[...] = rows[t]
         for call in self._act_calls:
             call()
-        memory.step_members()
+        memory.members.step()
         for call in self._step_calls:
             call()
         for rows, source in self._shown:
@@ -216,25 +206,15 @@ class _Memory:
     def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key]) -> None:
         """Allocate rows; `Unproven` if TorchRL shows other data than the members have."""
         batch, envs = layout.batch_shape, layout.num_envs
-        self.rows, self.count = _members_of(parts, batch), envs
-        inner = self.rows.layout
-        shown = [*inner.observations, *FLAGS]
-        after = map(_after, (*shown, *inner.rewards))
-        self.raw = Window.allocate([*inner.observations, *inner.actions, *after], envs, 1)
-        """What the members read and return."""
+        kind = GymMembers if parts.members else WorkerMembers
+        self.members, self.count = kind(parts, batch), envs
+        members, names, raw = self.members, self.members.names, self.members.raw
         passing = [field for field in layout.observations if field.key in passed]
-        taken = Window.allocate([*layout.actions, *map(_after, passing)], envs, 1)
+        if passing and not parts.members:
+            raise Unproven("the policy passes entries to workers")
+        taken = Window.allocate([*layout.actions, *map(after_step, passing)], envs, 1)
         root = Window.allocate([*layout.observations, *FLAGS], envs, 1)
-        theirs = spec_fields(parts.members[0].full_observation_spec, ())
-        names = {}
-        if len(inner.observations) == len(theirs) == 1:  # images are called otherwise in TorchRL
-            names[inner.observations[0].key] = theirs[0].key
-        self.held = reset_rows(parts)
-        self.behind = Window.allocate(shown, envs, 1)
-        """What they show after a step."""
-        found = {f: self.held.get(names.get(f.key, f.key)) for f in shown}
-        self.fresh = _window_over(found, envs)
-        """What their last resets returned; in the environment's memory, if it keeps that."""
+        self.held = kept_rows(parts)
 
         def entries(window: Window, fields: Sequence[Field], nxt: bool = False) -> Entries:
             keys = {f.key: next_key(f.key) if nxt else f.key for f in fields}
@@ -246,18 +226,15 @@ class _Memory:
 
         self.given = entries(taken, layout.actions)
         """What the policy wrote."""
-        self.action_rows = {f.key: self.raw.rows(f.key)[0] for f in inner.actions}
-        self.stepped = entries(self.raw, [*shown, *inner.rewards], nxt=True)
-        self.reset = entries(self.fresh, shown)
+        self.action_rows = {f.key: raw.rows(f.key)[0] for f in members.actions}
+        self.stepped = entries(raw, [*members.shown, *members.rewards], nxt=True)
+        self.reset = entries(members.fresh, members.shown)
         names = {}
         self.root = entries(root, [*layout.observations, *FLAGS])
         """What transforms see of the step before."""
         self.root_rows = {f.key: root.tensor(f.key)[:, 0] for f in layout.observations}
         self.mask = torch.ones(*batch, 1, dtype=torch.bool)
         self._mask = self.mask.view(envs).numpy()
-        self._reward = self.raw.rows(next_key(REWARD))[0]
-        self._raised = [self.raw.rows(next_key(flag.key))[0] for flag in FLAGS]
-        self._ended = False
         self.stepped |= entries(taken, passing, nxt=True)
         self.given_rows = [(key, taken.rows(key)[0]) for key in taken.keys()]
 
@@ -275,7 +252,7 @@ class _Memory:
         flags = {flag.key: flag for flag in FLAGS}
         _require_fields(step.results, {**observed, **rewards, **flags}, layout, "a step")
         _require_fields(reset.results, {**observed, **flags}, layout, "a reset")
-        inner = {f.key: f for f in self.rows.layout.actions}
+        inner = {f.key: f for f in self.members.actions}
         _require_fields(inverse.results, {**observed, **flags, **inner}, layout, "an action")
         if any(inverse.results[key] is not value for key, value in self.root.items()):
             raise Unproven("transforms change more than actions before a step")
@@ -300,66 +277,11 @@ class _Memory:
         self.kept_rows = {key: self.root_rows[key].numpy() for key in used}
         self.kept = [(self.kept_rows[key], rows(step, key)) for key in used]
 
-    def step_members(self) -> None:
-        """Step the members with the actions in the raw row."""
-        if self._ended:
-            for flags in self._raised:
-                flags.fill(False)
-        self._ended = bool(self.rows.step(0, _NOTHING, False))
-        (rewards,) = self.rows.rewards
-        self.rows.rewards.clear()
-        try:
-            # TorchRL adds rewards to a zero, which turns -0.0 into 0.0.
-            values = np.array([0 if one is None else one for one in rewards])
-            np.add(values.reshape(self._reward.shape), 0.0, self._reward, casting="same_kind")
-        except (TypeError, ValueError) as err:
-            raise EnvError(f"rewards must be numbers, got {rewards!r:.200}") from err
-
     def reset_members(self, envs: list[int]) -> None:
         """Reset members, into the row for this."""
-        self.rows.reset(self.fresh, envs)
+        self.members.reset(envs)
         self._mask.fill(False)
         self._mask[envs] = True
-
-
-def _after(field: Field) -> Field:
-    return replace(field, key=next_key(field.key))
-
-
-def _window_over(held: Mapping[Field, torch.Tensor | None], envs: int) -> Window:
-    """Return a window of one row over the tensors in ``held``, and over new ones for ``None``."""
-    own = Window.allocate([field for field, one in held.items() if one is None], envs, 1)
-    tensors = {f.key: own.tensor(f.key) if v is None else v[:, None] for f, v in held.items()}
-    return Window(tensors, envs, 1)
-
-
-class _Members(GymnasiumEnv):
-    _leaf_writer = CastingLeafWriter
-
-
-def _members_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
-    """Return the members as rows of one batch; `Unproven` if TorchRL shows other data."""
-    first = parts.members[0]
-    if batch not in ((), (len(parts.members),)):
-        raise Unproven(f"its batch size {batch} is not that of its members")
-    own = {
-        name: spec_fields(getattr(first, f"full_{name}_spec"), ())
-        for name in ("observation", "action", "reward", "done")
-    }
-    options = GymOptions(categorical_action_encoding=not own["action"][0].shape)
-    stepped = map(wrapped, parts.gym_envs, parts.members, parts.leading)
-    try:
-        rows = _Members(list(stepped), batch, options)
-    except ConfigError as err:
-        raise Unproven(str(err)) from err
-    layout = rows.layout
-    shown = (layout.observations, layout.actions, layout.rewards, FLAGS)
-    for fields, mine in zip(shown, own.values(), strict=True):
-        alone = len(fields) == len(mine) == 1
-        theirs = [replace(f, key=fields[0].key) for f in mine] if alone else mine
-        if sorted(fields, key=str) != sorted(theirs, key=str):
-            raise Unproven(f"TorchRL shows {mine}, the spaces of Gymnasium say {fields}")
-    return rows
 
 
 def _require_fields(

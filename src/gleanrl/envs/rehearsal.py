@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
-from gleanrl.envs.recorded_step import FLAGS
-from gleanrl.envs.tape import Tape
+from gleanrl.envs.tape import Tape, TapedWorker
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
+from gleanrl.envs.torchrl_members import FLAGS
 from gleanrl.envs.torchrl_parts import (
     Parts,
     Unproven,
@@ -65,7 +66,7 @@ def _prove(rows: TransformedRows) -> None:
     parts = rows.parts if rows.parts.wholes else rows.parts.first(_MEMBERS)
     # Warnings about copies repeat those about the originals.
     with preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        casts = [[Tape(one, i) for i, one in enumerate(parts.gym_envs)] for _ in range(2)]
+        casts: list[list[Any]] = [_cast(parts) for _ in range(2)]
         handle, other = (_twin(parts, tapes) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
         twin.pass_on(rows.passed)
@@ -78,10 +79,17 @@ def _prove(rows: TransformedRows) -> None:
         if stateful:
             _compare_states(parts_of(handle.env), twin.parts)
         logs = [[tape.log for tape in cast] for cast in casts]
-        _require(logs[0] == logs[1], "the Gymnasium environments got other actions")
+        _require(logs[0] == logs[1], "the environments got other actions")
 
 
-def _twin(parts: Parts, tapes: Sequence[Tape]) -> TensorDictHandle:
+def _cast(parts: Parts) -> list[Tape] | list[TapedWorker]:
+    """Return what takes the place of the members."""
+    if parts.members:
+        return [Tape(one, i) for i, one in enumerate(parts.gym_envs)]
+    return [TapedWorker(i) for i in range(parts.base.num_workers)]
+
+
+def _twin(parts: Parts, tapes: Sequence[Any]) -> TensorDictHandle:
     """Return a copy of the environment, reset; all copies draw the same numbers in that."""
     torch.default_generator.manual_seed(0)  # and no accelerator
     return TensorDictHandle(twin_of(parts, tapes))
@@ -115,7 +123,7 @@ def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
                 target = window.tensor(key)[:, t]
                 target.copy_(value.reshape(target.shape))
             torch.set_rng_state(after_draw)
-            ends.append(list(each.step(t, (0,) if t == _CUT_AT else ())))
+            ends.append(list(each.step(t, (0,) if t == _CUT_AT and rows.can_cut else ())))
             streams.append(torch.get_rng_state())
         _require(ends[0] == ends[1], "other episodes end")
         _require(torch.equal(*streams), "it draws other random numbers")

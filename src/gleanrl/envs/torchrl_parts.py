@@ -6,11 +6,11 @@ apart has exactly these classes, no method of which was replaced on the class or
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pkgutil
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, starmap
@@ -32,6 +32,7 @@ from gleanrl.operations.watch import Watch
 
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
+_PARALLEL = "torchrl.envs.batched_envs.ParallelEnv"
 _TRANSFORMS = "torchrl.envs.transforms"
 _TRANSFORMED = f"{_TRANSFORMS}._base.TransformedEnv"
 _COMPOSE = f"{_TRANSFORMS}._base.Compose"
@@ -83,7 +84,7 @@ class Unproven(Exception):
     """The reason why an environment is stepped by its own methods."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def unproven_on_error() -> Iterator[None]:
     """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions."""
     try:
@@ -103,7 +104,7 @@ class Parts:
     shells: tuple[tuple[Any, ...], ...]
     """The transformed environments around each member, the inmost first."""
     members: tuple[Any, ...]
-    """The environments around one Gymnasium environment each."""
+    """The environments around one Gymnasium environment each; none if they are in workers."""
     gym_envs: tuple[gym.Env[Any, Any], ...]
     wholes: tuple[Any, ...]
     """The transformed environments around all members, the inmost first."""
@@ -173,23 +174,24 @@ class Parts:
 
     def alike(self) -> bool:
         """Tell whether transforms of all members have the same numbers."""
-        first, *others = [[one for part in own for one in part.buffers()] for own in self.own]
-        return all(all(map(torch.equal, first, other)) for other in others)
+        each = [[one for part in own for one in part.buffers()] for own in self.own]
+        return all(all(map(torch.equal, each[0], other)) for other in each[1:])
 
 
 _OF_EACH = ("shells", "members", "gym_envs", "own", "leading")
 """The `Parts` of which each member has its own."""
 
 
-def reset_rows(parts: Parts) -> dict[Key, torch.Tensor]:
-    """Return where a batch of members keeps what each of them returned from its last reset.
+def kept_rows(parts: Parts) -> dict[Key, torch.Tensor]:
+    """Return the memory in which a batch of members keeps what they returned.
 
-    Transforms around it are shown all of that when some members are reset.
+    A ``SerialEnv`` keeps the last resets; transforms around it are shown all of these when some
+    members are reset. A ``ParallelEnv`` keeps actions, the last steps and the present.
     """
-    base = parts.base
-    if qualified(type(base)) != _SERIAL or parts.own[0] or not base._use_buffers:
+    base, kind = parts.base, qualified(type(parts.base))
+    if kind != _PARALLEL and (kind != _SERIAL or parts.own[0] or not base._use_buffers):
         return {}
-    held = base.shared_tensordict_parent
+    held = vars(base)["shared_tensordict_parent"]
     return {as_key(key): value for key, value in held.items(True, True)}
 
 
@@ -230,6 +232,8 @@ def parts_of(env: Any) -> Parts:
     """
     base, wholes = _peeled(env)
     around = _chain_of(wholes)
+    if qualified(type(base)) == _PARALLEL:
+        return _around_workers(base, wholes, around)
     single = qualified(type(base)) in _GYM
     ends = [(base, ())] if single else list(map(_peeled, _members(base)))
     members, shells = (tuple(part) for part in zip(*ends, strict=True))
@@ -241,9 +245,7 @@ def parts_of(env: Any) -> Parts:
     leads, own = (tuple(part) for part in zip(*map(_led, chains), strict=True))
     if single:
         (around,), own = own, ((),)
-    for part in (*own[0], *around):
-        if qualified(type(part)) in _LEADING:
-            raise Unproven(f"{type(part).__name__} is not the first transform of one environment")
+    _require_none_leads((*own[0], *around))
     for member in members:
         _require_plain_gym(member)
     gym_envs = tuple(member._env for member in members)
@@ -255,6 +257,39 @@ def parts_of(env: Any) -> Parts:
     if not parts.alike():
         raise Unproven(_UNLIKE)
     return parts
+
+
+def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module, ...]) -> Parts:
+    """Return the parts of transformed environments around a ``ParallelEnv`` that was started.
+
+    Its workers step any environments, with the commands that it sends them, in memory that it
+    shares with them.
+    """
+    _require_none_leads(around)
+    shares = base._use_buffers and base._share_memory and not base.share_individual_td
+    alone = len(base.batch_size) == 1 and base._worker_indices == list(range(base.num_workers))
+    if not (shares and alone) or base._non_tensor_keys or base._supports_set_state:
+        raise Unproven("its ParallelEnv passes other data to workers than usual, or in other ways")
+    parts = Parts(base, (), (), (), wholes, (), None, around, ())
+    for one in parts.envs:
+        _require_own_methods(one)
+    return parts
+
+
+def waits_for_workers(env: Any) -> Any:
+    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it, without workers."""
+    base: Any = _peeled(env)[0]
+    with contextlib.suppress(Unproven):
+        if qualified(type(base)) == _PARALLEL and base.is_closed:
+            _require_own_methods(base)
+            return base if base._use_buffers and base._owns_workers else None
+    return None
+
+
+def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
+    for part in transforms:
+        if qualified(type(part)) in _LEADING:
+            raise Unproven(f"{type(part).__name__} is not the first transform of one environment")
 
 
 _UNLIKE = "the transforms of its members have other settings from member to member"
@@ -283,7 +318,7 @@ def _members(env: Any) -> list[Any]:
         return list(env._envs)
     if isinstance(env, SerialEnv) and unmodified(env):
         return list(env.members)
-    return [env]
+    return [] if qualified(type(env)) == _PARALLEL else [env]
 
 
 def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
@@ -392,8 +427,13 @@ def _replaced(env: Any) -> list[str]:
     ]
 
 
-def twin_of(parts: Parts, stand_ins: Sequence[gym.Env[Any, Any]]) -> Any:
-    """Return a copy of the environment of ``parts`` around other Gymnasium environments."""
+def twin_of(parts: Parts, stand_ins: Sequence[Any]) -> Any:
+    """Return a copy of the environment of ``parts`` around other Gymnasium environments.
+
+    Those of workers are around other workers, which serve in this process.
+    """
+    if not parts.members:
+        return _rewrapped(_served_by(stand_ins, parts.base), parts.base, parts.wholes)
     ends = [
         _rewrapped(_copied(member, new), member, shells)
         for member, new, shells in zip(parts.members, stand_ins, parts.shells, strict=True)
@@ -405,6 +445,23 @@ def twin_of(parts: Parts, stand_ins: Sequence[gym.Env[Any, Any]]) -> Any:
         makers = [lambda end=end: end for end in ends]
         twin = type(parts.base)(len(makers), makers, use_buffers=parts.base._use_buffers)
     return _rewrapped(twin, parts.base, parts.wholes)
+
+
+def _served_by(workers: Sequence[Any], base: Any) -> Any:
+    """Return a ``ParallelEnv`` like ``base`` with other workers."""
+    twin, flags = base._make_batched_view(range(len(workers))), bytearray(len(workers))
+    shared = base.shared_tensordict_parent.clone()
+    parts = shared.unbind(0)
+    for index, worker in enumerate(workers):
+        worker.serve(parts[index], flags, index)
+    held = {
+        "shared_tensordict_parent": shared,
+        "shared_tensordicts": parts,
+        "_shared_tensordict_parent_next": shared.get("next"),
+        "_shared_tensordict_parent_root": shared.exclude("next", *twin.reset_keys),
+    }
+    vars(twin).update(held, parent_channels=workers, _workers=workers, _shm_done_flags=flags)
+    return twin
 
 
 def _copied(member: Any, inside: gym.Env[Any, Any]) -> Any:
@@ -433,7 +490,8 @@ _MOST_NOOPS = 2
 
 def copied_transform(part: Any) -> Any:
     """Return a copy of ``part`` with the same environment around it."""
-    around = [vars(part).get(name) for name in _LINKS]
+    # Copying resolves the weak reference to what it is in, and copies that as well.
+    around = [part.__getstate__()[name] for name in _LINKS]
     memo = {id(one): one for one in around if one is not None} | _locks(part)
     copied = copy.deepcopy(part, memo)
     return own_counter(copied) if is_counter(part) else copied

@@ -46,7 +46,8 @@ class TransformedRows(TensorDictRows):
         """
         super().__init__(handle)
         self._prove = prove
-        self.can_cut = True  # which the layout implies
+        # A bare ``ParallelEnv`` shows workers other entries if episodes are cut while others end.
+        self.can_cut = bool(parts.members or parts.wholes)
         _require_plain_layout(self.layout)
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Is told of members that are reset while others go on."""

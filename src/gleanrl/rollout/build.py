@@ -124,6 +124,8 @@ class SourceBuilder:
         handle, layout, given = made.handle, made.layout, self.options.policy
         if isinstance(given, RandomPolicy) and given.action_spec is not None:
             return self._serve_tensordicts(handle)
+        if self.options.max_frames_per_traj and not made.can_cut:
+            return self._serve_tensordicts(handle, why="max_frames_per_traj")
         check_can_cut(made, self.options)
         primed = made.parts.primed
         if primed and isinstance(given, JointPolicy):

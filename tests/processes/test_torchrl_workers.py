@@ -1,0 +1,137 @@
+"""Transforms around TorchRL's ParallelEnv are recorded; its workers step as they do for TorchRL."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.unit.torchrl_rig import (
+    SEEN,
+    assert_equal,
+    assert_like_torchrl,
+    collected,
+    policy,
+    toy,
+    unchanged,
+)
+from tests.zoo.laws import Outcome, differences, quiet
+from torchrl.envs import (
+    CatFrames,
+    Compose,
+    DoubleToFloat,
+    GymEnv,
+    InitTracker,
+    ObservationNorm,
+    ParallelEnv,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    VecNorm,
+)
+
+from gleanrl import Collector
+
+# Workers are forked: those that TorchRL spawns take seconds to import it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+BY_PARTS = "whose workers are told to step without TensorDicts"
+
+
+def counting() -> Any:
+    return TransformedEnv(toy(), Compose(StepCounter(4), RewardSum()))
+
+
+def parallel(make: Any = toy, **options: Any) -> Any:
+    return ParallelEnv(2, make, mp_start_method="fork", **options)
+
+
+def around() -> Any:
+    norm = ObservationNorm(0.1, 3.0, in_keys=SEEN)
+    return TransformedEnv(
+        parallel(), Compose(InitTracker(), StepCounter(5), DoubleToFloat(), RewardSum(), norm)
+    )
+
+
+def stateful() -> Any:
+    cat = CatFrames(2, -1, in_keys=SEEN, out_keys=["two"])
+    with quiet():
+        return TransformedEnv(parallel(counting), Compose(VecNorm(in_keys=SEEN), cat))
+
+
+def moved(env: Any, collector: Any) -> None:
+    env.transform[4].loc += 0.5
+
+
+@pytest.mark.parametrize(("build", "change"), [(around, moved), (stateful, unchanged)])
+def test_recorded_steps_are_those_of_the_environment(build, change):
+    explained = assert_equal(build, change=change, actor=policy)
+    assert all(BY_PARTS in text for text in explained)
+    assert "in a worker: called as it is" in explained[0]  # they were started before, for a seed
+
+
+def both() -> Any:
+    return TransformedEnv(parallel(counting), ObservationNorm(0.1, 3.0, in_keys=SEEN))
+
+
+@pytest.mark.parametrize("build", [parallel, lambda: parallel(counting), both])
+def test_workers_that_a_collector_starts_step_by_parts(build):
+    def collect(fast: bool) -> tuple[Any, str]:
+        env = build()
+        with Collector(env, policy(), frames_per_batch=14, total_frames=-1, fast=fast) as made:
+            made.set_seed(5)
+            first = next(iter(made)).clone()
+            alone = env.rollout(9, break_when_any_done=False)  # also beyond the end of episodes
+            made.reset()
+            return Outcome([first, alone, next(iter(made)).clone()]), made.explain()
+
+    fast, explained = collect(fast=True)
+    assert BY_PARTS in explained
+    assert "in a worker: 1 x GymWrapper, the Gymnasium environment in it stepped" in explained
+    assert not differences(collect(fast=False)[0], fast)
+
+
+@pytest.mark.parametrize("build", [around, lambda: parallel(counting)])
+def test_it_gives_what_torchrls_collector_gives(build):
+    assert_like_torchrl(build)
+
+
+def test_workers_that_are_spawned_step_by_parts():
+    env = ParallelEnv(1, partial(GymEnv, "CartPole-v1"), mp_start_method="spawn")
+    with Collector(env, frames_per_batch=8, total_frames=8) as collector:
+        assert next(iter(collector))["observation"].shape == (1, 8, 4)
+        assert "in a worker: 1 x GymEnv, the Gymnasium environment in it" in collector.explain()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_cut_episodes_are_reset_alone(wrapped):
+    def build() -> Any:
+        return TransformedEnv(parallel(), RewardSum()) if wrapped else parallel()
+
+    explained = assert_equal(build, actor=None, max_frames_per_traj=3)
+    assert (BY_PARTS in explained[0]) == wrapped
+
+
+def patched() -> Any:
+    env = around()
+    env.base_env._step = env.base_env._step.__get__(env.base_env)
+    env.base_env._reset = lambda *a, **k: type(env.base_env)._reset(env.base_env, *a, **k)
+    return env
+
+
+@pytest.mark.parametrize(
+    "build", [patched, lambda: TransformedEnv(parallel(use_buffers=False), RewardSum())]
+)
+def test_a_parallel_env_that_works_otherwise_is_called_as_it_is(build):
+    outcome, explained = collected(build, fast=True, rounds=1)
+    assert outcome.error is None
+    assert BY_PARTS not in explained[0]
+
+
+def test_a_lost_worker_is_torchrls_error():
+    def kill(env: Any, collector: Any) -> None:
+        os.kill(env.base_env._workers[1].pid, signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="worker 1 dead|process failed"):
+        collected(around, fast=True, change=kill)
