@@ -20,7 +20,7 @@ BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
     "sac": (560, "moves"),
-    "dqn": (8_000, "moves"),  # workers store some thousands before the first sample
+    "dqn": (5_000, "moves"),  # workers store some thousands before the first sample
     "recurrent_ppo": (8_192, "improves"),
     "impala": (20_480, "improves"),
     "ippo": (4_800, "moves"),
