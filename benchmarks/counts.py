@@ -97,7 +97,7 @@ def calls_of_watching(batches: int = 64) -> Calls:
 @contextmanager
 def _unwatched() -> Iterator[None]:
     """Have collectors measure nothing, add nothing up and show nothing."""
-    from gleanrl.core.returns import NONE_ENDED
+    from gleanrl.core.episode_returns import NONE_ENDED
     from gleanrl.rollout.step_clock import StepClock
     from gleanrl.rollout.tracker import Tracker
     from gleanrl.transport.worker_loop import Worker
@@ -174,7 +174,7 @@ def count_traffic(
 
 def _source(factories: Sequence[Callable[[], Any]], policy: Any) -> tuple[Any, Any]:
     from gleanrl.core.options import SourceOptions
-    from gleanrl.rollout.build import SourceBuilder
+    from gleanrl.rollout.source_builder import SourceBuilder
 
     source = SourceBuilder(SourceOptions(create_env_fn=list(factories), policy=policy))(0)
     layout = source.layout()

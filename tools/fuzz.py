@@ -39,6 +39,7 @@ from gleanrl.core.errors import GleanError
 from gleanrl.data import TensorDictMaxValueWriter
 from gleanrl.memory import tensor_files
 from gleanrl.transport import handshake, wire
+from gleanrl.transport.authenticated_channel import Channel, ForgedFrameError
 from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
@@ -151,7 +152,7 @@ def _recorded(frames: list[bytes]) -> bytes:
     """Return what one side of an authenticated connection sends."""
     one, other = socket.socketpair()
     with other:
-        channel = wire.Channel(one, (_KEY, _KEY))
+        channel = Channel(one, (_KEY, _KEY))
         for frame in frames:
             channel.send(frame)
         channel.close()
@@ -189,11 +190,11 @@ def _hear(path: Path, chance: random.Random) -> str:
     with stranger:
         stranger.sendall(said[:60_000])
         stranger.shutdown(socket.SHUT_WR)
-        channel, heard = wire.Channel(mine, (_KEY, _KEY)), []
+        channel, heard = Channel(mine, (_KEY, _KEY)), []
         try:
             while True:
                 heard += channel.wait()
-        except (EOFError, wire.ForgedFrameError) as err:
+        except (EOFError, ForgedFrameError) as err:
             result = type(err).__name__
         channel.close()
     assert heard == _FRAMES[: len(heard)], "a message was taken that was not sent"
@@ -220,7 +221,7 @@ def _nonsense(chance: random.Random) -> bytes:
 
 def _understand(frame: bytes) -> None:
     """Read a message as a learner and as a node do; it is named, or is a reply of worker 0."""
-    with contextlib.suppress(wire.ForgedFrameError):
+    with contextlib.suppress(ForgedFrameError):
         wire.check_reply(frame, 0)
         reply = wire.reply_in(frame)
         assert isinstance(reply, m.Reply)

@@ -197,7 +197,7 @@ def test_interrupts_of_an_update_leave_connections_whole():
 
     def trace(frame, event, _):
         nonlocal left
-        if not frame.f_code.co_filename.endswith("transport/wire.py"):
+        if not frame.f_code.co_filename.endswith("transport/authenticated_channel.py"):
             return None
         left -= event == "line"
         if left == 0 and event == "line":

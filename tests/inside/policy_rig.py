@@ -12,7 +12,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 from gleanrl.policies.env_contract import EnvContract
-from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.policy_inputs import Provided
 
 OBS = ("observation",)
 RANDOM, MODE = ExplorationType.RANDOM, ExplorationType.MODE

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.covering import examples
 
-from gleanrl.core.returns import EpisodeSums, head_of
+from gleanrl.core.episode_returns import EpisodeSums, head_of
 
 
 def as_sent(rewards, done, begun):

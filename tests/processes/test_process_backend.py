@@ -19,7 +19,7 @@ from gleanrl import ConfigError, WorkerDied, WorkerError
 from gleanrl.core import messages as m
 from gleanrl.core.options import SourceOptions
 from gleanrl.engine.engine import Engine
-from gleanrl.rollout.build import SourceBuilder
+from gleanrl.rollout.source_builder import SourceBuilder
 from gleanrl.transport import pickling
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend

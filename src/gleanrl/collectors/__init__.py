@@ -19,7 +19,7 @@ from gleanrl.collectors.multi import (
     MultiCollector,
     MultiSyncCollector,
 )
-from gleanrl.collectors.preemption import Preempted
+from gleanrl.collectors.save_on_sigterm import Preempted
 from gleanrl.collectors.utils import split_trajectories
 from gleanrl.collectors.weight_update import (
     MultiProcessedWeightUpdater,
@@ -29,7 +29,7 @@ from gleanrl.collectors.weight_update import (
     WeightUpdaterBase,
 )
 from gleanrl.core.errors import refuse
-from gleanrl.engine.interruptor import Interruptor
+from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy
 from gleanrl.weights.scheme import (

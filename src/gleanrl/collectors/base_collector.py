@@ -29,9 +29,9 @@ from gleanrl.collectors.checkpoints import check_saves
 from gleanrl.collectors.collection import Collection
 from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
-from gleanrl.collectors.parts import method_of, property_of
-from gleanrl.collectors.preemption import Preemption
-from gleanrl.collectors.questions import Questions, QuestionsToWorkers
+from gleanrl.collectors.delegation import method_of, property_of
+from gleanrl.collectors.remote_attributes import Questions, QuestionsToWorkers
+from gleanrl.collectors.save_on_sigterm import Preemption
 from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.states import verify as verify_state
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater

@@ -20,7 +20,7 @@ from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
 from gleanrl.policies.joint import JointPolicy
-from gleanrl.rollout.build import SourceBuilder, on_device
+from gleanrl.rollout.source_builder import SourceBuilder, on_device
 from gleanrl.transport.interleaved import CallSizes
 
 _WHY_NOT: Mapping[str, str] = {

@@ -18,12 +18,13 @@ from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
 from gleanrl.engine.budget import Budget
+from gleanrl.engine.early_stop import EarlyStop, Interruptor
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.gather import Rollouts, SyncGather
-from gleanrl.engine.interruptor import EarlyStop, Interruptor
+from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import PolicyReplacements
 from gleanrl.engine.session import Session
+from gleanrl.engine.sync_gather import SyncGather
 from gleanrl.engine.weight_sync import WeightSync
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch

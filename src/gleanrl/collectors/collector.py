@@ -20,8 +20,8 @@ from gleanrl.collectors.states import OF_ALL
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, for_users
+from gleanrl.engine.early_stop import Interruptor, stop_byte
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.interruptor import Interruptor, stop_byte
 from gleanrl.engine.replacing import reseeded
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.transport.inline import InlineBackend

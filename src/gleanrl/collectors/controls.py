@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from gleanrl.collectors.delegation import method_of
 from gleanrl.collectors.hooks import Hooks, PostHook, PreHook
-from gleanrl.collectors.parts import method_of
-from gleanrl.collectors.questions import Questions
+from gleanrl.collectors.remote_attributes import Questions
 from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.profiling import ProfileConfig
 

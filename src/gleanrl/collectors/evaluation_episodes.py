@@ -13,12 +13,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from gleanrl.collectors.inside_worker import FillingSource, serve_worker
+from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, format_key
 from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
-from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Window
 from gleanrl.engine.trajectories import WholeTrajectories
 

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from gleanrl.collectors.arguments import read_index, read_seed
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.hooks import Hooks, PostHook
-from gleanrl.collectors.questions import Questions
+from gleanrl.collectors.remote_attributes import Questions
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot
@@ -23,7 +23,7 @@ from gleanrl.core.window import Window
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
 from gleanrl.memory.tensordicts import batch_over
-from gleanrl.rollout.build import SourceBuilder
+from gleanrl.rollout.source_builder import SourceBuilder
 from gleanrl.weights.snapshot import cloned, weights_of
 
 

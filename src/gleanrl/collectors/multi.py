@@ -32,7 +32,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
-from gleanrl.engine.interruptor import stop_byte
+from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.joint import JointPolicy
 from gleanrl.transport.inline import InlineBackend

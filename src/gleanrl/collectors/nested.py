@@ -18,13 +18,13 @@ from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan
 from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
 from gleanrl.core import paths
+from gleanrl.core.episode_returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions, check_int
 from gleanrl.core.protocols import SourceFactory, Stop
-from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.memory.tensordicts import batch_over, copied, groups_of

@@ -36,7 +36,7 @@ from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.parallel.env_workers import EnvWorkersPlan
-from gleanrl.rollout.build import SourceBuilder
+from gleanrl.rollout.source_builder import SourceBuilder
 
 Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any] | None], SourceFactory]"
 _OWN = {part.name for part in fields(OwnOptions)}

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from gleanrl.core.episode_returns import NONE_ENDED, Ended
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.returns import NONE_ENDED, Ended
 
 
 @dataclass(frozen=True, slots=True)

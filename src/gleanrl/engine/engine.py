@@ -14,12 +14,14 @@ from gleanrl.core.errors import ClosedError
 from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
+from gleanrl.engine.async_gather import AsyncGather
 from gleanrl.engine.batches import BatchOptions, BatchPlan
 from gleanrl.engine.budget import Budget
-from gleanrl.engine.gather import AsyncGather, Gather, Rollouts, SyncGather, Undelivered
-from gleanrl.engine.interruptor import EarlyStop
+from gleanrl.engine.early_stop import EarlyStop
+from gleanrl.engine.gather import Gather, Rollouts, Undelivered
 from gleanrl.engine.rollout_sizes import rollout_sizes
 from gleanrl.engine.session import MakeBackend, Session
+from gleanrl.engine.sync_gather import SyncGather
 
 _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
 """Attributes of an engine that are not about its workers, and differ while none is collecting."""

@@ -31,8 +31,8 @@ from gleanrl.envs.torchrl_parts import (
     tensors_of,
 )
 from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
+from gleanrl.operations.change_watch import Unwatchable, Watch
 from gleanrl.operations.op_recorder import array_of
-from gleanrl.operations.watch import Unwatchable, Watch
 
 _RESET: Key = ("_reset",)
 _NOTHING: tuple[int, ...] = ()

@@ -27,8 +27,8 @@ from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.tape import Tape
 from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
+from gleanrl.operations.change_watch import Watch
 from gleanrl.operations.proofs import is_genuine, is_plain, qualified
-from gleanrl.operations.watch import Watch
 
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"

@@ -19,7 +19,7 @@ from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import env_root
-from gleanrl.operations.watch import writes_so_far
+from gleanrl.operations.change_watch import writes_so_far
 from gleanrl.policies.diagnosis import wrote_otherwise
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import make_policy

@@ -27,6 +27,7 @@ from torch import nn
 
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
+from gleanrl.operations.change_watch import Watch, equal
 from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, Slot, require
 from gleanrl.operations.proofs import (
     functions_are_genuine,
@@ -36,7 +37,6 @@ from gleanrl.operations.proofs import (
     qualified,
     uses,
 )
-from gleanrl.operations.watch import Watch, equal
 from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.probe import PolicyTrace, Unit

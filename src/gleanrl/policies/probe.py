@@ -34,7 +34,7 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import SourceOptions, warn
 from gleanrl.core.streams import preserved
-from gleanrl.operations.watch import equal, same_memory, writes_so_far
+from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
 from gleanrl.policies.adapt import Adapted, adapt
 from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
 from gleanrl.policies.env_contract import EnvContract

@@ -21,9 +21,9 @@ from gleanrl.core.protocols import JointAct
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import env_root, nest
+from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
 from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
-from gleanrl.operations.watch import equal, same_memory, writes_so_far
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.lowering import Lowered, Lowering, Program, check_unchanged, is_like
 from gleanrl.policies.probe import PolicySignature, call_on

@@ -13,8 +13,8 @@ from tensordict.nn import (
 )
 from torch import nn
 
+from gleanrl.operations.change_watch import Watch
 from gleanrl.operations.proofs import is_plain, uses
-from gleanrl.operations.watch import Watch
 
 # How far modules are looked for behind functions, methods and partials.
 _DEPTH = 3

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, outermost
-from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array
 from gleanrl.engine.trajectories import end_flags
 from gleanrl.memory.tensor_files import TensorFileError, is_count

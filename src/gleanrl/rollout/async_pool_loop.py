@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.core.episode_returns import episodes_that_ended
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, Key, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Stop
-from gleanrl.core.returns import episodes_that_ended
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.policies.program import ProgramPolicy

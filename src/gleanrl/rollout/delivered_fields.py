@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import ConfigError, EnvError, PolicyError
 from gleanrl.core.keys import (
     IS_INIT,
@@ -25,7 +26,6 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, numpy_dtype
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy
-from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.rollout.tracker import Tracker
 

@@ -18,7 +18,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
-from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 

@@ -31,7 +31,7 @@ from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.dense_loop import DenseRollout
-from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource
 from gleanrl.rollout.step_log import StepLog
 from gleanrl.rollout.tracker import Tracker

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     NEXT,
@@ -28,7 +29,6 @@ from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
-from gleanrl.core.returns import mean_rewards
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.memory.arena import batch_rows
@@ -43,7 +43,7 @@ from gleanrl.rollout.finished_steps import (
     expect,
     shown_entries,
 )
-from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 from gleanrl.rollout.tracker import Tracker
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.errors import ConfigError
-from gleanrl.core.returns import (
+from gleanrl.core.episode_returns import (
     NONE_ENDED,
     Ended,
     EpisodeSums,
     episodes_that_ended,
     head_of,
 )
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.window import Array, Window
-from gleanrl.rollout.provided import Provided
+from gleanrl.rollout.policy_inputs import Provided
 
 _NEVER = np.iinfo(np.int64).max
 _NONE = np.empty((2, 0), np.int64)

@@ -8,9 +8,9 @@ A node and a learner show each other that they know the same secret:
 
 Sizes are fixed and nothing is unpickled: a stranger gets no further than this. Both sides derive
 keys from the secret and this exchange, and authenticate every later frame with them (see
-`transport.wire`). A relay of the exchange therefore knows no key, and can neither change nor add
-frames. Addresses are not signed, so that tunnels and address translators may be in between. Frames
-are not encrypted.
+`authenticated_channel`). A relay of the exchange therefore knows no key, and can neither change nor
+add frames. Addresses are not signed, so that tunnels and address translators may be in between.
+Frames are not encrypted.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
+from gleanrl.transport.authenticated_channel import Channel, ForgedFrameError
 from gleanrl.transport.data_plane import Arrival, DataPlane, Landing, Pair, Transfer
 from gleanrl.transport.handshake import Guest
 from gleanrl.transport.interrupts import Deferred, interruptible
@@ -32,8 +33,6 @@ from gleanrl.transport.wire import (
     LEAVE,
     STOP,
     WEIGHTS,
-    Channel,
-    ForgedFrameError,
     check_reply,
     head_of,
     key_frame,

@@ -19,6 +19,7 @@ from gleanrl.core.errors import GleanError, error_text
 from gleanrl.core.platforms import require_linux
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Window
+from gleanrl.transport.authenticated_channel import Channel, ForgedFrameError
 from gleanrl.transport.data_plane import Pair, RolloutBlock, Transfer
 from gleanrl.transport.handshake import HandshakeError, Invitation, join
 from gleanrl.transport.wire import (
@@ -27,9 +28,7 @@ from gleanrl.transport.wire import (
     LEAVE,
     STOP,
     WEIGHTS,
-    Channel,
     CommandReader,
-    ForgedFrameError,
     frame_of,
     key_frame,
     read_key,

@@ -15,7 +15,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.platforms import require_linux
-from gleanrl.transport.wire import Channel, CommandWriter, reply_in
+from gleanrl.transport.authenticated_channel import Channel
+from gleanrl.transport.wire import CommandWriter, reply_in
 
 
 class RemoteFlag:

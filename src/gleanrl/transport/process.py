@@ -21,10 +21,10 @@ from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
+from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
-from gleanrl.transport.wire import Channel
 from gleanrl.transport.worker_loop import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared

@@ -26,9 +26,10 @@ from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
+from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.verifying import difference
-from gleanrl.transport.wire import Channel, CommandReader, frame_of
+from gleanrl.transport.wire import CommandReader, frame_of
 from gleanrl.weights.buffers import SharedWeightReceiver
 
 Received: TypeAlias = m.Command | m.Failed

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from gleanrl.core.episode_returns import NO_EPISODES, Ended, EpisodeSums
 from gleanrl.core.forks import guarded
 from gleanrl.core.messages import Report
-from gleanrl.core.returns import NO_EPISODES, Ended, EpisodeSums
 from gleanrl.core.window import Array
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.watch.history import History

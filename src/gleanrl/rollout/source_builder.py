@@ -20,8 +20,8 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.make import Made, make_env
 from gleanrl.envs.row_env import EnvRows, RowEnv
+from gleanrl.envs.rows_or_tensordict import Made, make_env
 from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
 from gleanrl.envs.tensordict import (
