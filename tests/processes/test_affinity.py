@@ -104,7 +104,7 @@ def test_torchrls_arguments_pin_workers():
         ({"worker_affinity": [[ONE], [100_000]]}, "may use"),
         ({"worker_affinity": "numa"}, "'auto'"),
         ({"worker_affinity": [[ONE], [ONE]], "backend": "inline"}, "processes"),
-        ({"driver_affinity": [ONE]}, "needs asynchronous central inference"),
+        ({"driver_affinity": [ONE]}, "needs inference="),
     ],
 )
 def test_what_cannot_be_pinned_is_refused_before_a_start(options, says):

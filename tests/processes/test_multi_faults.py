@@ -236,7 +236,7 @@ def test_an_error_does_not_wait_for_a_worker_that_hangs(make):
 
 
 def test_a_policy_of_which_the_workers_have_no_room_for_copies_is_refused(monkeypatch):
-    monkeypatch.setattr("gleanrl.memory.shared.available_memory", lambda root: 200_000_000)
+    monkeypatch.setattr("gleanrl.memory.shared.available_memory", lambda: 200_000_000)
     policy = nn.Sequential(nn.Linear(2, 10**6), nn.Linear(10**6, 1))
     with pytest.raises(
         ConfigError, match=r"copies of policy .* for 8 workers need .* fewer workers"
