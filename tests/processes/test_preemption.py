@@ -87,8 +87,10 @@ def test_arguments_that_could_not_be_kept_are_refused_at_once(tmp_path):
     for path in ("", "a\0b"):
         with pytest.raises(ConfigError, match="in a directory that exists"):
             small(path)
-    with pytest.raises(ConfigError, match="must be a file"):
-        small(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(ConfigError, match="must be a file"):
+            small(tmp_path / name)
     with pytest.raises(ConfigError, match="nothing can be written to /proc"):
         small("/proc/state")
     errors = []

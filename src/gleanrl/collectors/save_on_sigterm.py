@@ -45,7 +45,8 @@ def check_preemption(path: Any, replay_buffer: Any) -> None:
     target = os.path.abspath(name := os.fspath(path))
     if not name or "\0" in name or not os.path.isdir(os.path.dirname(target)):
         raise ConfigError(f"preemption_path ({path!r}) must be in a directory that exists")
-    if os.path.exists(target) and os.path.isdir(target) != directory:
+    fits = os.path.isdir if directory else os.path.isfile  # saving would replace a device
+    if os.path.exists(target) and not fits(target):
         needed, why = ("directory", "") if directory else ("file", "out")
         raise ConfigError(
             f"preemption_path ({path!r}) must be a {needed}, or nothing yet: states are saved in a "
