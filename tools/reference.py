@@ -106,7 +106,9 @@ GROUPS = {
         "Faults on purpose, and checks, for environments, policies and storages of your own.",
         ("testing",),
     ),
-    "errors": Group("Errors", "Exceptions of GleanRL.", ("core.errors", "collectors.save_on_sigterm")),
+    "errors": Group(
+        "Errors", "Exceptions of GleanRL.", ("core.errors", "collectors.save_on_sigterm")
+    ),
     "launchers": Group(
         "Slurm jobs",
         "Start a learner and its nodes as one Slurm job each.",

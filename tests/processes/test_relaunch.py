@@ -385,3 +385,14 @@ def test_batches_that_are_kept_leave_room_for_a_replacement():
             then = [rig.rows(batch) for batch in kept]
             kept += [collector.next() for _ in range(6)]
         assert [rig.rows(batch) for batch in kept[: len(then)]] == then
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_workers_that_were_all_lost_is_that_of_a_replacement(kind):
+    with collecting(kind, rig.counting(0), rig.counting(1)) as collector:
+        collector.next()
+        for worker in range(2):
+            kill(collector, worker)
+        state = collector.state_dict()
+        assert not all(state[f"worker{worker}"].get("lost") for worker in range(2))
+        assert collector.next().numel() > 0

@@ -92,6 +92,30 @@ def test_workers_that_a_collector_starts_step_by_parts(build):
     assert not differences(collect(fast=False)[0], fast)
 
 
+def renamed_sums() -> Any:
+    norm = ObservationNorm(1.0, 2.0, in_keys=["episode_reward"])
+    return TransformedEnv(parallel(counting), norm)
+
+
+@pytest.mark.parametrize("build", [lambda: parallel(counting), renamed_sums])
+def test_a_step_in_a_worker_begins_where_the_parent_says(build):
+    def collect(fast: bool) -> Outcome:
+        env = build()
+        with Collector(env, policy(), frames_per_batch=14, total_frames=-1, fast=fast) as made:
+            made.set_seed(5)
+            found = [next(iter(made)).clone()]
+            one = env.reset()
+            two = env.step(env.full_action_spec.zero().update(one))
+            again = two.select(*one.keys(True, True)).update(two["next"])
+            again["step_count"] += 1
+            again["episode_reward"] += 100
+            for start in (one, again, one):  # also one step back
+                found.append(env.step(start.clone()).clone())
+            return Outcome([*found, next(iter(made)).clone()])
+
+    assert not differences(collect(fast=False), collect(fast=True))
+
+
 @pytest.mark.parametrize("build", [around, lambda: parallel(counting)])
 def test_it_gives_what_torchrls_collector_gives(build):
     assert_like_torchrl(build)

@@ -6,12 +6,13 @@ import _thread
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from gleanrl.collectors.checkpoints import check_saves
@@ -54,7 +55,9 @@ def check_preemption(path: Any, replay_buffer: Any) -> None:
         )
     folder = target if os.path.isdir(target) else os.path.dirname(target)
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        trial = Path(folder, f".{os.path.basename(target)}.{uuid.uuid4().hex}")  # as drafts are
+        trial.touch(exist_ok=False)
+        trial.unlink()
     except OSError as err:
         raise ConfigError(
             f"preemption_path ({path!r}): nothing can be written to {folder} ({err.strerror})"

@@ -95,8 +95,9 @@ def verify(collection: Collection, allow_pickle: bool) -> None:
     """
     plan, engine = collection.plan, collection.engine
     given = (env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn]))
+    central = plan.arguments["inference"] == "central"
     reasons = {
-        "inference='central': check its environment by gleanrl.testing.check_resume": plan.central,
+        "inference='central': check its environment by gleanrl.testing.check_resume": central,
         "nodes and Ray actors, whose processes have connections of other libraries": plan.remote,
         "workers that write into a replay buffer": plan.fills,
         "an environment that was built before: give an id or a function": any(map(is_built, given)),

@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError
 from gleanrl.core.options import FrameBudget
 from gleanrl.core.protocols import SourceFactory
@@ -144,8 +145,10 @@ class Engine(Session):
         Those are copies; the rollouts are still delivered.
         """
         with self._alone(60.0):
-            tickets = self._carry_out(dict.fromkeys(range(self.workers), command), 60.0)
-            values = self._values(tickets)
+            commands = dict.fromkeys(range(self.workers), command)
+            values = self._values(tickets := self._carry_out(commands, 60.0))
+            if not values and self.await_any(Deadline(60.0)):  # all were lost, and are replaced
+                values = self._values(tickets := self._carry_out(commands, 60.0))
             since = {worker: tickets[worker].arrived for worker in values}
             made = self.gather.undelivered(since)
             return [values.get(worker) for worker in range(self.workers)], made

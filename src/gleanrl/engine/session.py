@@ -519,6 +519,13 @@ class Session:
         setting_up = any(t.setting_up for t in self._open.values() if t.worker == worker)
         return not (worker in self.joining or worker in self.lost or setting_up)
 
+    def await_any(self, deadline: Deadline) -> bool:
+        """Wait until a worker is up; return ``False`` if none is, or comes up in time."""
+        while not (up := any(map(self.is_up, range(self.workers)))):
+            if not ((self.joining or self.alive) and self.receive_one(deadline.left)):
+                break
+        return up
+
     def _admit(self, reply: m.Ready) -> Exception | None:
         """Count a worker among those that are up; return the reason if that is not possible."""
         worker, commands = reply.worker, list[m.Command]()

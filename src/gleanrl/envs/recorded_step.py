@@ -109,7 +109,7 @@ class RecordedStep:
         ``on_partial_reset`` is told of members that are reset while others go on.
         """
         memory, self._on_partial_reset = self._memory, on_partial_reset
-        memory.members.begin()
+        memory.members.begin(window)
         self._given = [(window.rows(key), row) for key, row in memory.given_rows]
         self._shown: list[tuple[list[Array], Array]] = []
         self._roots = []
@@ -121,8 +121,13 @@ class RecordedStep:
                 self._shown.append((window.rows(next_key(key)), source))
         self._shown += [(window.rows(next_key(key)), source) for key, source in memory.rewarded]
         self._flags = [(key, window.rows(next_key(key)), row) for key, row in memory.ending]
-        for key, kept in memory.kept_rows.items():
-            kept[...] = window.rows(key)[0]
+        self._present = [(kept, window.rows(key)[0]) for key, kept in memory.kept_rows.items()]
+        self.read_present()
+
+    def read_present(self) -> None:
+        """Have transforms see the first root row of the window, which others may write."""
+        for kept, row in self._present:
+            kept[...] = row
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         memory = self._memory

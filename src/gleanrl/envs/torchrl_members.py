@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import sched_yield
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import REWARD, Key, next_key
+from gleanrl.core.keys import REWARD, Key, as_key, next_key
 from gleanrl.core.layout import DoneGroup, Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
@@ -30,8 +31,8 @@ BY_PARTS = "_workers_by_parts"
 EXPLAIN = ("explain", None)
 """The command to such a worker to say how it steps."""
 _EXPLAIN_S = 10.0
-_LOOKS = 20_000
-"""Looks at workers that leave the processor to them, some 10 ms, before TorchRL looks itself."""
+_LOOKING_S = 0.01
+"""Seconds in which answers are looked for before TorchRL waits for them."""
 _NOTHING: tuple[int, ...] = ()
 
 
@@ -71,8 +72,8 @@ class GymMembers:
             text += f"\n  {type(transform).__name__}: around each Gymnasium environment"
         return text
 
-    def begin(self) -> None:
-        """Prepare for steps."""
+    def begin(self, window: Window) -> None:
+        """Prepare for steps from the present, the first root row of ``window``."""
         self._rows.begin(self.raw, self._behind)
 
     def step(self) -> None:
@@ -119,6 +120,7 @@ class WorkerMembers:
         self.raw = self.fresh = _window_over(rows, len(self._workers))
         pairs = [(f.key, next_key(f.key)) for f in self.shown]
         self._pairs = [tuple(self.raw.rows(key)[0] for key in pair) for pair in pairs]
+        self._inputs = {f.key for f in seen}.intersection(map(as_key, base._env_input_keys))
         self._resets = held[("_reset",)].numpy()
 
     def explain(self) -> str:
@@ -127,13 +129,16 @@ class WorkerMembers:
         text = f"ParallelEnv of {count}, whose workers are told to step without TensorDicts"
         how = "called as it is"
         if [worker.pid for worker in held.get("_workers", ())] == held.get(BY_PARTS):
-            channel = held["parent_channels"][0]
-            channel.send(EXPLAIN)
-            how = channel.recv() if channel.poll(_EXPLAIN_S) else "worker 0 did not say"
+            channel, how = held["parent_channels"][0], "worker 0 did not say"
+            with contextlib.suppress(OSError, EOFError):  # it has ended
+                channel.send(EXPLAIN)
+                how = channel.recv() if channel.poll(_EXPLAIN_S) else how
         return f"{text}\n  in a worker: " + how.replace("\n", "\n  ")
 
-    def begin(self) -> None:
-        """Do nothing: workers know the step before."""
+    def begin(self, window: Window) -> None:
+        """Show workers the present, the first root row of ``window``; then they know it."""
+        for key in self._inputs.intersection(window.keys()):
+            self.raw.rows(key)[0][...] = window.rows(key)[0]
 
     def step(self) -> None:
         """Step with the actions in the raw row."""
@@ -154,9 +159,8 @@ class WorkerMembers:
         with contextlib.suppress(OSError):  # of workers that ended, which is noticed below
             for worker in workers:
                 base.parent_channels[worker].send(command)
-        for _ in range(_LOOKS):
-            if all(done[worker] for worker in workers):
-                break
+        end = monotonic() + _LOOKING_S
+        while monotonic() < end and not all(done[worker] for worker in workers):
             sched_yield()
         base._wait_for_workers(workers)
 

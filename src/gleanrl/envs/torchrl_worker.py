@@ -124,6 +124,8 @@ class _Steps:
         if not self._begun:
             self._rows.begin(self._window, self._window)
             self._why, self._begun = self._rows.why, not self._rows.why
+        else:
+            self._rows.read_present()  # the parent may have written another one
         return self._begun
 
     def _open(self) -> None:

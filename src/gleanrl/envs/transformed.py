@@ -112,6 +112,10 @@ class TransformedRows(TensorDictRows):
             self._step = self._recorded.step
             self._recorded.begin(window, carry, self.on_partial_reset)
 
+    def read_present(self) -> None:
+        """Take the present from the first root row of the window, as in `begin`."""
+        self._recorded.read_present()
+
     def _look(self) -> None:
         """Record changed transforms again; `Unproven` if parts can no longer be stepped."""
         if self.why:
