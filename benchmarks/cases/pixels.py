@@ -116,7 +116,7 @@ def makes(slow: bool) -> list[Any]:
 
 def asynchronous(slow: bool) -> System:
     """Return our asynchronous collector with one policy, in this process."""
-    from gleanrl import AsyncBatchedCollector
+    from gleanrl.collectors import AsyncBatchedCollector
 
     return ours.Batches(
         AsyncBatchedCollector(
@@ -141,7 +141,7 @@ def with_copies(slow: bool) -> System:
 
 def torchrl_slots(slow: bool) -> System:
     """Return TorchRL's with the policy in a process, which its process slots ask for."""
-    return _torchrl(slow, policy_factory=policy, transport="auto")
+    return _torchrl(slow, policy_factory=policy, transport="auto", transition_chunk_size=CHUNK)
 
 
 def torchrl_queues(slow: bool) -> System:
@@ -157,7 +157,6 @@ def _torchrl(slow: bool, **options: Any) -> System:
         frames_per_batch=FRAMES,
         total_frames=-1,
         env_backend="multiprocessing",
-        transition_chunk_size=CHUNK,
         max_batch_size=ENVS,
         server_timeout=1e-3,
         **options,
