@@ -236,7 +236,8 @@ class Session:
                     self._close_next()
 
     def _check_usable(self, advice: str = "") -> None:
-        self.raise_failure()
+        if self.failure is not None:
+            self.raise_failure()
         if self.closed:
             raise ClosedError(f"the collector was shut down{advice}")
 

@@ -141,12 +141,13 @@ class Tracker:
         ended = np.array((self._over, self._over_after)) if self._over else self._all_ends
         rows, ends = ended
         first, age = self._episode * self._stride + self._index, self._age
-        if len(rows):
+        any_ended = len(rows) > 0
+        if any_ended:
             self._episode += np.bincount(rows, minlength=len(age))
         if ids is not None:
             found = ids[:, :steps]
             found[...] = first[:, None]
-            if len(rows) and steps > 1:
+            if any_ended and steps > 1:
                 inside = ends < steps
                 found[:, 1:] = 0
                 found[rows[inside], ends[inside]] = self._stride
