@@ -66,6 +66,10 @@ def noops(count=3):
     return NoopResetEnv(count)
 
 
+def as_many_noops():
+    return NoopResetEnv(1, random=False)
+
+
 def skip():
     return FrameSkipTransform(3)
 
@@ -77,7 +81,7 @@ def projection():
 CHAINS = {
     "skip": (skip, RewardSum, lambda: StepCounter(4)),
     "noops": (noops, RewardSum),
-    "as many noops": (lambda: NoopResetEnv(1, random=False), RewardSum),
+    "as many noops": (as_many_noops, RewardSum),
     "noops, skip": (noops, skip, RewardSum, EndOfLifeTransform),
     "skip, noops": (skip, lambda: noops(2), InitTracker),
     "lives": (EndOfLifeTransform, RewardSum),
@@ -299,9 +303,21 @@ def hooked():
     return env
 
 
+def normed(*chain):
+    """Return a batch that keeps what its members' transforms make, and statistics of all of it."""
+    norm = VecNormV2(in_keys=[*SEEN, "reward"], decay=0.9)
+    return TransformedEnv(SerialEnv(3, lambda: member(*chain)), norm)
+
+
+def counted():
+    return StepCounter(3)
+
+
 @pytest.mark.parametrize(
     ("build", "why"),
     [
+        (lambda: normed(as_many_noops, skip, counted), "counts members that a partial reset"),
+        (lambda: normed(counted), "counts members that a partial reset"),
         (one((RewardSum, skip)), "FrameSkipTransform is not the first"),
         (one((EndOfLifeTransform, noops)), "NoopResetEnv is not the first"),
         (around((skip, RewardSum)), "FrameSkipTransform is not the first"),

@@ -39,8 +39,8 @@ from gleanrl.envs.transformed import TransformedRows
 _STEPS = 10
 _MEMBERS = 3
 """Members of a batch that take part; all do if transforms around them may know their number."""
-_CUT_AT = 6
-"""The step at which the first environment is truncated."""
+_CUTS = (0, 6)
+"""Steps at which the first environment is truncated: in the first one no other was reset alone."""
 
 
 def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> TransformedRows:
@@ -123,7 +123,7 @@ def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
                 target = window.tensor(key)[:, t]
                 target.copy_(value.reshape(target.shape))
             torch.set_rng_state(after_draw)
-            ends.append(list(each.step(t, (0,) if t == _CUT_AT and rows.can_cut else ())))
+            ends.append(list(each.step(t, (0,) if t in _CUTS and rows.can_cut else ())))
             streams.append(torch.get_rng_state())
         _require(ends[0] == ends[1], "other episodes end")
         _require(torch.equal(*streams), "it draws other random numbers")

@@ -65,6 +65,7 @@ _STATEFUL = _named(
     "vecnorm VecNormV2",
 )
 """Transforms whose results depend on their tensors as well, which they change."""
+_NORMS = _named("_normalization VecNorm", "vecnorm VecNormV2")
 _COUNTER = f"{_TRANSFORMS}._env.TrajCounter"
 _CALLED = {
     _COUNTER: {"_reset"},
@@ -256,7 +257,21 @@ def parts_of(env: Any) -> Parts:
         _require_own_methods(one)
     if not parts.alike():
         raise Unproven(_UNLIKE)
+    if len(members) > 1 and not kept_rows(parts):
+        _require_masked_resets(around)
     return parts
+
+
+def _require_masked_resets(around: Sequence[nn.Module]) -> None:
+    """Raise `Unproven` if a transform uses the rows of members that a partial reset leaves alone.
+
+    These rows hold whatever the batch shows for them, and the rows of recorded steps hold that
+    only if they are the memory of the batch.
+    """
+    for part in around:
+        if qualified(type(part)) in _NORMS:
+            kind = type(part).__name__
+            raise Unproven(f"{kind} counts members that a partial reset leaves alone")
 
 
 def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module, ...]) -> Parts:
