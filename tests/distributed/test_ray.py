@@ -40,7 +40,7 @@ SCRIPT = """
     import sys
     from gleanrl import RayCollector
 
-    config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
+    config = dict(address="local", num_cpus=2, object_store_memory=10**8, include_dashboard=False,
                   log_to_driver=False, logging_level="ERROR",
                   runtime_env={"py_executable": sys.executable})
     collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config,
@@ -54,7 +54,6 @@ SCRIPT = """
 @pytest.fixture(scope="module", autouse=True)
 def cluster(python):
     """A Ray of one raylet, to which others may be added, without what nobody looks at."""
-    from ray._private.utils import reset_ray_address
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +64,6 @@ def cluster(python):
             initialize_head=True,
             head_node_args={**head, "include_log_monitor": False, "no_monitor": True},
         )
-        reset_ray_address()  # where others that start a Ray would find this one
         try:
             ray.init(
                 address=made.address, runtime_env=WARM, log_to_driver=False, logging_level="ERROR"
@@ -80,7 +78,8 @@ def cluster(python):
 def script(cluster):
     """A process that begins with the first test, to be looked at by the last.
 
-    It begins once Ray is up here: two that start at once may choose the same ports.
+    It begins once Ray is up here: two that start at once may choose the same ports. It would find
+    that one without ``address="local"``.
     """
     command = [warm.START, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
     pipe = subprocess.PIPE
