@@ -421,7 +421,8 @@ class Placed(rig.Count):
 
 
 @pytest.mark.filterwarnings("ignore:collection waits|.*takes part again")
-def test_a_raylet_that_dies_is_made_good_by_another_or_named(cluster, make):
+def test_a_raylet_that_dies_is_made_good_by_another_or_named(cluster, make, script):
+    script.wait(timeout=290)  # it would start at the same time if this test were run alone
     other = cluster.add_node(num_cpus=4, object_store_memory=80 * 2**20)
     cluster.wait_for_nodes()
 
