@@ -12,6 +12,7 @@ import pytest
 import rig
 import torch
 import warm
+from node_rig import collect_for_ever
 from resume_rig import Numbers, check_each_frame_once, policy_of
 from tensordict.nn import TensorDictModule
 
@@ -39,7 +40,7 @@ SCRIPT = """
     import sys
     from gleanrl import RayCollector
 
-    config = dict(num_cpus=2, object_store_memory=10**8, include_dashboard=False,
+    config = dict(address="local", num_cpus=2, object_store_memory=10**8, include_dashboard=False,
                   log_to_driver=False, logging_level="ERROR",
                   runtime_env={"py_executable": sys.executable})
     collector = RayCollector(["CartPole-v1"], frames_per_batch=8, ray_init_config=config,
@@ -51,27 +52,34 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ray(python):
+def cluster(python):
+    """A Ray of one raylet, to which others may be added, without what nobody looks at."""
+    from ray.cluster_utils import Cluster
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # 15 otherwise: others go first, for minutes
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # they would import Ray in vain
-        ray.init(
-            num_cpus=4,
-            runtime_env=WARM,
-            object_store_memory=200 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
+        head = {"num_cpus": 4, "object_store_memory": 200 * 2**20, "include_dashboard": False}
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={**head, "include_log_monitor": False, "no_monitor": True},
         )
-        yield
-        ray.shutdown()
+        try:
+            ray.init(
+                address=made.address, runtime_env=WARM, log_to_driver=False, logging_level="ERROR"
+            )
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def script(_ray):
+def script(cluster):
     """A process that begins with the first test, to be looked at by the last.
 
-    It begins once Ray is up here: two that start at once may choose the same ports.
+    It begins once Ray is up here: two that start at once may choose the same ports. It would find
+    that one without ``address="local"``.
     """
     command = [warm.START, "-W", "error::UserWarning", "-c", textwrap.dedent(SCRIPT)]
     pipe = subprocess.PIPE
@@ -403,6 +411,55 @@ def test_a_lost_actor_is_replaced_by_one_with_the_newest_weights(alone):
     ray.kill(*collector.remote_collectors)
     with rig.in_time(10.0), pytest.raises(WorkerDied, match=r"worker 0 .*ray\.kill"):
         collect(collector, 1000)
+
+
+class Placed(rig.Count):
+    """Knows the raylet that it runs under."""
+
+    def raylet(self):
+        return ray.get_runtime_context().get_node_id()
+
+
+@pytest.mark.filterwarnings("ignore:collection waits|.*takes part again")
+def test_a_raylet_that_dies_is_made_good_by_another_or_named(cluster, make, script):
+    script.wait(timeout=290)  # it would start at the same time if this test were run alone
+    other = cluster.add_node(num_cpus=4, object_store_memory=80 * 2**20)
+    cluster.wait_for_nodes()
+
+    def spread(how):
+        """Return a collector, and which of its two actors is on the other raylet."""
+        collector = make(
+            [lambda: Placed(0), lambda: Placed(1)],
+            frames_per_batch=16,
+            total_frames=-1,
+            sync=True,
+            on_failure=how,
+            remote_configs={"num_cpus": 1, "scheduling_strategy": "SPREAD"},
+        )
+        places = collector.map_fn("env.raylet")
+        assert len(set(places)) == 2
+        return collector, places.index(other.node_id)
+
+    collector, lost = spread("relaunch")
+    raises, named = spread("raise")
+    raises.next()
+    steps = {0: [], 1: []}
+
+    def collect_until(enough):
+        while not enough():
+            for number, part in enumerate(collector.next()):
+                assert part["next", "observation"][:, 0].eq(number).all()
+                steps[number] += part["next", "observation"][:, 1].tolist()
+
+    collect_until(lambda: len(steps[lost]) >= 24)
+    cluster.remove_node(other, allow_graceful=False)
+    with pytest.raises(WorkerDied, match=f"worker {named} .*Ray actor"):
+        collect_for_ever(raises)
+    raises.shutdown(raise_on_error=False)
+    collect_until(lambda: collector.stats()["relaunches"] == 1 and steps[lost][-1] == 24)
+    assert steps[1 - lost] == list(range(1, len(steps[1 - lost]) + 1))
+    assert steps[lost] == [*range(1, len(steps[lost]) - 24 + 1), *range(1, 25)]
+    assert other.node_id not in collector.map_fn("env.raylet")
 
 
 def test_what_cannot_be_sent_is_named(make):

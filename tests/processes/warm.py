@@ -7,7 +7,9 @@ and descriptors on, and ends as the program does. What the program starts by `sy
 starts in the same way.
 
 What a program cannot tell from this: where it comes from. What it imports is there at once, and its
-process is not a child of who started it (`stands_for` tells which it is).
+process is not a child of who started it (`stands_for` tells which it is). Its end is Python's, with
+exit functions, ``__del__`` and GleanRL's modules taken apart; the libraries' modules and C++ are
+only with ``GLEANRL_TESTS=all``, as that takes most of half a second.
 
 All processes of a test run share one such process: the first leaves its folder in the environment.
 """
@@ -38,6 +40,7 @@ import tempfile
 import time
 import types
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -298,12 +301,30 @@ def _import() -> None:
                 importlib.import_module(found.name)
 
 
+def _end_soon() -> None:
+    """Have neither the modules of libraries taken apart nor their C++; Python's last exit function.
+
+    Modules are otherwise taken apart after those that import them, and GleanRL's still are.
+    """
+    if os.environ.get("GLEANRL_TESTS") == "all":
+        return
+    ends = {*sys.stdlib_module_names, "gleanrl", "__main__"}
+    stay = [sys.modules.pop(name, None) for name in LOADED if name.partition(".")[0] not in ends]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stay))
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    libc.on_exit(libc._exit, None)  # before all that is there already
+
+
 if __name__ == "__main__":
+    assert not weakref.finalize._registered_with_atexit, "finalizers would run after it"
+    atexit.register(_end_soon)
     own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     BASE = [entry for entry in sys.path if entry not in own]
     FOLDER = Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the tests' to handle
     _import()
+    LOADED = list(sys.modules)
     gc.freeze()  # what is there already is neither looked at nor copied by forks
     told = _Forks(socket.socket(fileno=int(sys.argv[1])), FOLDER).run()
     if told is not None:
