@@ -14,7 +14,16 @@ import pytest
 import rig
 import torch
 from node_rig import addresses_listened_on, nodes, run_learner
-from resume_rig import Numbers, check_each_frame_once, check_law, policy_of
+from resume_rig import (
+    ENVS,
+    Forgets,
+    Numbers,
+    check_each_frame_once,
+    check_law,
+    check_named,
+    check_verified,
+    policy_of,
+)
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
 
@@ -159,6 +168,18 @@ def test_nodes_continue_bit_for_bit():
         return nodes("CartPole-v1", "CartPole-v1", policy=policy, per_node=30, sync=True)
 
     check_law(build)
+
+
+def test_states_are_verified_in_nodes(tmp_path):
+    options = {"frames_per_batch": 40, "sync": True, "launcher": "mp", "tcp_port": 0}
+
+    def build(*kinds):
+        return DistributedCollector([ENVS.get(kind, kind) for kind in kinds], **options)
+
+    check_verified(lambda: build("wrappers", "wrappers"), tmp_path)
+    check_verified(lambda: build("mujoco", "mujoco"), tmp_path)
+    (tmp_path / "before").unlink()
+    check_named(lambda: build(Numbers, Forgets), tmp_path, "worker")
 
 
 def test_asynchronous_nodes_deliver_each_frame_once_after_a_load():

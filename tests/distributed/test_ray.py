@@ -13,7 +13,15 @@ import rig
 import torch
 import warm
 from node_rig import collect_for_ever
-from resume_rig import Numbers, check_each_frame_once, policy_of
+from resume_rig import (
+    ENVS,
+    Forgets,
+    Numbers,
+    check_each_frame_once,
+    check_named,
+    check_verified,
+    policy_of,
+)
 from tensordict.nn import TensorDictModule
 
 from gleanrl import (
@@ -163,6 +171,14 @@ def test_asynchronous_actors_deliver_each_frame_once_after_a_load():
     check_each_frame_once(
         lambda: RayCollector([Numbers, Numbers], policy, frames_per_batch=10, **options)
     )
+
+
+def test_states_are_verified_in_actors(tmp_path):
+    options = {"frames_per_batch": 40, "sync": True, "remote_configs": {"num_cpus": 0}, **PATIENT}
+    for kind in ("wrappers", "mujoco"):
+        check_verified(lambda kind=kind: RayCollector([ENVS[kind]], **options), tmp_path)
+    (tmp_path / "before").unlink()
+    check_named(lambda: RayCollector([Numbers, Forgets], **options), tmp_path, "worker")
 
 
 def collect(collector, batches):

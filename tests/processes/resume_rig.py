@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from gleanrl import GleanError
 from gleanrl.collectors import Collector, MultiSyncCollector
 from gleanrl.data import Categorical, Composite, Unbounded
 from gleanrl.envs import EnvBase
@@ -175,6 +176,23 @@ class Hidden(gym.Wrapper):
         return observation, float(self.count()), *rest
 
 
+class Forgets(Numbers):
+    """Rewards count its steps; its `get_state` leaves that count out."""
+
+    rewarded = 0
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        self.rewarded += 1
+        return observation, float(self.rewarded), *rest
+
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+
+
 # -- the law ---------------------------------------------------------------------------------------
 
 BEFORE, AFTER = 3, 4
@@ -252,3 +270,33 @@ def check_each_frame_once(build):
     for env, own in found.items():
         assert own == list(range(len(own))), f"environment {env}"
         assert len(own) > 20
+
+
+# -- verify=True -----------------------------------------------------------------------------------
+
+
+def check_verified(build, path):
+    """Check that a state is verified, and that the collector continues as if it was not."""
+    with build() as collector, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        collector.set_seed(7)
+        take(collector, BEFORE)
+        collector.save(path / "before")
+        collector.save(path / "state", verify=True)
+        found = take(collector, 2)
+        collector.load(path / "before")
+        assert all(map(same, take(collector, 2), found))
+
+
+def check_named(build, path, worker):
+    """Check that worker 1, which alone has environments of `Forgets`, is named, and no more."""
+    (path / "state").write_bytes(b"from before")
+    differs = rf"nothing was saved: in {worker} 1, a copy differs 16 .*reward.* / .*get_state\(\)"
+    with build() as collector:
+        before = collector.next()["next", "reward"].max()
+        with pytest.raises(GleanError, match=differs):
+            collector.save(path / "state", verify=True)
+        after = collector.next()["next", "reward"]
+        assert after.flatten()[-1] == after.max() == 2 * before
+    assert (path / "state").read_bytes() == b"from before"
+    assert [file.name for file in path.iterdir()] == ["state"]

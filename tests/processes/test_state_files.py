@@ -9,10 +9,24 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from resume_rig import AFTER, BEFORE, Hidden, Odd, make, same, take
+from resume_rig import (
+    AFTER,
+    BEFORE,
+    Forgets,
+    Hidden,
+    Numbers,
+    Odd,
+    Walk,
+    check_named,
+    check_verified,
+    make,
+    same,
+    take,
+)
 
-from gleanrl import ConfigError, GleanError
-from gleanrl.collectors import Collector, MultiSyncCollector
+from gleanrl import ConfigError, GleanError, LazyTensorStorage, ReplayBuffer
+from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl.envs import ParallelEnv, SerialEnv
 
 
 @pytest.mark.parametrize(
@@ -78,6 +92,38 @@ def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
     with small() as collector, pytest.raises(ConfigError, match="is a directory.*replay_buffer"):
         collector.save(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_is_named_as_the_user_did(tmp_path):
+    (tmp_path / "file").touch()
+    with small() as collector:
+        for folder in ("missing", "file"):
+            path = tmp_path / folder / "state"
+            with pytest.raises(OSError, match=f"'{path}'"):
+                collector.save(path)
+
+
+class OneElement(Numbers):
+    """Its state is a view of one element of a large tensor."""
+
+    table = torch.zeros(3, 10, dtype=torch.int64)
+
+    def get_state(self):
+        self.table[1, 4] = self.steps
+        return {"steps": self.table[1:2, 4]}
+
+    def set_state(self, state):
+        self.steps = int(state["steps"])
+
+
+def test_a_view_of_one_element_is_written(tmp_path):
+    with Collector(OneElement, frames_per_batch=5) as collector:
+        collector.next()
+        collector.save(tmp_path / "state")
+        expected = collector.next()
+    with Collector(OneElement, frames_per_batch=5) as other:
+        other.load(tmp_path / "state")
+        assert same(other.next(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -234,19 +280,80 @@ def test_an_entry_of_another_type_is_named_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"),
-    [("wrappers", "one"), ("mujoco", "one"), ("next_step", "one"), ("walk", "sync")],
+    ("kind", "where", "kwargs"),
+    [
+        ("wrappers", "one", {}),
+        ("mujoco", "one", {}),
+        ("next_step", "one", {}),
+        ("walk", "sync", {}),
+        ("wrappers", "central", {}),
+        ("mujoco", "central", {"env_groups": 2}),
+        ("walk", "central", {}),
+        ("wrappers", "central", {"policy_process": True}),
+    ],
 )
-def test_a_state_is_verified_and_nothing_is_disturbed(tmp_path, kind, where):
-    with make(kind, where) as collector:
-        collector.set_seed(7)
-        take(collector, BEFORE)
-        collector.save(tmp_path / "before")
+def test_a_state_is_verified_and_nothing_is_disturbed(tmp_path, kind, where, kwargs):
+    check_verified(lambda: make(kind, where, **kwargs), tmp_path)
+
+
+def test_an_environment_that_a_central_policy_steps_is_named(tmp_path):
+    options = {"num_envs": 2, "env_groups": 2, "frames_per_batch": 40}
+    check_named(
+        lambda: MultiSyncCollector([Numbers, Forgets], inference="central", **options),
+        tmp_path,
+        "environment worker",
+    )
+
+
+def test_asynchronous_environments_of_a_central_policy_are_verified(tmp_path):
+    options = {"num_envs": 2, "env_groups": 2, "frames_per_batch": 40, "policy_process": False}
+    with MultiAsyncCollector([Walk, Walk], inference="central", **options) as collector:
+        collector.next()
         collector.save(tmp_path / "state", verify=True)
-        expected = take(collector, 2)
-    with make(kind, where) as other:
-        other.load(tmp_path / "before")
-        assert all(map(same, take(other, 2), expected))
+        collector.next()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_environments_of_a_parallel_env_are_verified_in_its_workers(tmp_path, workers):
+    def build(kind):
+        kwargs = {"frames_per_batch": 40}
+        if not workers:
+            return Collector(lambda: ParallelEnv(2, [Numbers, kind]), **kwargs)
+        made = [lambda: ParallelEnv(2, [Numbers, Numbers]), lambda: ParallelEnv(2, [kind, kind])]
+        return MultiSyncCollector(made, **kwargs)
+
+    check_verified(lambda: build(Numbers), tmp_path)
+    (tmp_path / "before").unlink()
+    where = "worker 1, in environment worker 0" if workers else "environment worker 1"
+    with build(Forgets) as collector:
+        collector.next()
+        with pytest.raises(GleanError, match=f"nothing was saved: in {where}, a copy differs"):
+            collector.save(tmp_path / "state", verify=True)
+        collector.next()
+
+
+def test_a_parallel_env_that_is_not_the_environment_itself_is_named(tmp_path):
+    make_env = lambda: SerialEnv(1, lambda: ParallelEnv(1, "CartPole-v1"))  # noqa: E731
+    with (
+        Collector(make_env, frames_per_batch=8) as collector,
+        pytest.raises(GleanError, match="cannot be checked: other processes have .*ParallelEnv"),
+    ):
+        collector.save(tmp_path / "state", verify=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_workers_that_fill_a_buffer_are_verified_without_it(tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    options = {"frames_per_batch": 40, "replay_buffer": buffer}
+    with MultiSyncCollector([Numbers, Forgets], **options) as collector:
+        collector.next()
+        rows = buffer[:].clone()
+        with pytest.raises(GleanError, match="nothing was saved: in worker 1, a copy differs 16"):
+            collector.save(tmp_path / "state", verify=True)
+        assert same(rows, buffer[:])
+        collector.next()
+        assert buffer[:]["next", "reward"].sum() == sum(range(41))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -257,7 +364,7 @@ def test_a_state_that_lacks_something_replaces_no_file(tmp_path, collector):
     with collector(Hidden, frames_per_batch=20) as running:
         running.next()
         running.save(tmp_path / "other")
-        with pytest.raises(GleanError, match=r"worker 0 differs 16 .*next.reward.* / .*get_state"):
+        with pytest.raises(GleanError, match=r"a copy differs 16 .*next.reward.* / .*get_state"):
             running.save(tmp_path / "state", verify=True)
         assert running.next()["next", "reward"].max() == (19 if collector is not Collector else 39)
     assert (tmp_path / "state").read_bytes() == b"from before"
@@ -279,19 +386,13 @@ class Dies(gym.Wrapper):
 def test_a_copy_that_dies_is_named(tmp_path):
     with Collector(Dies, frames_per_batch=20) as collector:
         collector.next()
-        with pytest.raises(GleanError, match="cannot be checked: a copy of its process died"):
+        with pytest.raises(GleanError, match="a copy cannot be checked: it died"):
             collector.save(tmp_path / "state", verify=True)
         collector.next()
     assert os.listdir(tmp_path) == []
 
 
 def test_environments_that_cannot_be_verified_are_refused_by_name(tmp_path):
-    central = {"inference": "central", "num_workers": 1}
-    with (
-        MultiSyncCollector("CartPole-v1", frames_per_batch=8, **central) as collector,
-        pytest.raises(ConfigError, match="not with inference='central'.*check_resume"),
-    ):
-        collector.save(tmp_path / "state", verify=True)
     with (
         Collector(gym.make("CartPole-v1"), frames_per_batch=8) as collector,
         pytest.raises(ConfigError, match="built before: give an id or a function"),

@@ -488,15 +488,18 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 in a directory ``path/state.1``, ``path/state.2``, each with its buffer.
             allow_pickle: Pickle objects of environments that cannot be saved in another way.
             verify: First have new environments load the present state, and step them beside forked
-                copies of the present ones. Calls of the policy, and of hooks in workers, are made
-                in these copies. Environments must not talk to other processes.
+                copies of the present ones, in each process that has environments. Calls of the
+                policy, and of hooks in workers, are made in these copies; with central inference
+                and in a `ParallelEnv`, actions are random. Environments must not talk to other
+                processes.
 
         Raises:
             ConfigError: there is no replay buffer of tensors to write; or the environments cannot
                 be verified.
             NeedsPickle: names such an object. Nothing was written.
-            StateError: names the first entry by which new environments differ. Nothing was written.
-            OSError: the disk is full. Earlier files stay.
+            StateError: names the worker, and the first entry by which its new environments differ.
+                Nothing was written.
+            OSError: the disk is full, or there is no such folder. Earlier files stay.
 
         Example:
             >>> import tempfile

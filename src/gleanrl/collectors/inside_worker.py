@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from gleanrl.collectors.hooks import Hooks, PostHook
 from gleanrl.collectors.remote_attributes import Questions
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Report, Snapshot, Verify
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
@@ -24,6 +25,7 @@ from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import Sink
 from gleanrl.memory.tensordicts import batch_over
 from gleanrl.rollout.source_builder import SourceBuilder
+from gleanrl.transport.verifying import Verifiable, difference
 from gleanrl.weights.snapshot import cloned, weights_of
 
 
@@ -198,7 +200,7 @@ def serve_filling(
     """Build a source that passes its rollouts through ``pipeline`` into ``sink`` in the worker."""
     source = factory(worker)
     sink.serve(worker, source)
-    return FillingSource(source, pipeline)
+    return _BufferSource(source, pipeline, partial(difference, source, factory, worker))
 
 
 class RolloutTarget(Protocol):
@@ -293,3 +295,17 @@ class FillingSource:
         if isinstance(self._pipeline, Pipeline) and "trajectories" in state:
             self._pipeline.load_state(state["trajectories"])
         return why
+
+
+class _BufferSource(FillingSource, Verifiable):
+    """A source that delivers into the learner's buffer, which copies of it must not touch."""
+
+    def __init__(
+        self, source: Source, pipeline: Pipeline, check: Callable[[Verify], str | None]
+    ) -> None:
+        """Serve ``source``, which ``check`` compares without the buffer."""
+        super().__init__(source, pipeline)
+        self._check = check
+
+    def verify(self, command: Verify) -> str | None:
+        return self._check(command)

@@ -16,18 +16,20 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan
+from gleanrl.collectors.states import unverified
 from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
 from gleanrl.core import paths
 from gleanrl.core.episode_returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.messages import Mishap, Report, Snapshot
+from gleanrl.core.messages import Mishap, Report, Snapshot, Verify
 from gleanrl.core.options import SourceOptions, check_int
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.memory.tensordicts import batch_over, copied, groups_of
+from gleanrl.transport.verifying import Verifiable
 from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
 
 
@@ -109,7 +111,7 @@ def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None
         )
 
 
-class NestedSource:
+class NestedSource(Verifiable):
     """Serves a collector; each of its batches is one rollout.
 
     Batches of a fixed shape are copied into the learner's memory. Others travel as payloads, and so
@@ -294,6 +296,11 @@ class NestedSource:
         for worker, sums in state.get("sums", {}).items() if why is None else ():
             self._sums[worker].load_state(sums)
         return why
+
+    def verify(self, command: Verify) -> str | None:
+        if isinstance(self.collector, BaseCollector):
+            return unverified(self.collector.collection, command.allow_pickle)
+        return f"a {type(self.collector).__name__} cannot be checked"
 
     def policy_state(self) -> dict[str, Any]:
         """Return nothing: the policy is part of the collector's state."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.core.version import __version__
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.state_loading import load_state
@@ -49,7 +50,7 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
 
     Raises:
         StateError: names a part that cannot be written.
-        OSError: the disk is full; the files are as they were.
+        OSError: the disk is full, or there is no such folder; the files are as they were.
     """
     writer = _Writer()
     described = writer.plain(state, "state")
@@ -58,18 +59,14 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
     head["state"] = described
     text = json.dumps(head, separators=(",", ":"), check_circular=False).encode()
     text += b" " * (-(len(_MAGIC) + _HEAD.size + len(text)) % _ALIGNMENT)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     checksum, size = zlib.crc32(text), len(text)
     for part in writer.parts:
         checksum, size = zlib.crc32(part, checksum), size + len(part)
     head_bytes = _MAGIC + _HEAD.pack(size, checksum, len(text))
-    try:
+    with tensor_files.drafted(path) as draft:
         tensor_files.write_parts(draft, [head_bytes, text, *writer.parts])
         _rotate(path, keep)
         tensor_files.publish(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _rotate(path: Path, keep: int) -> None:
@@ -134,8 +131,7 @@ class _Writer:
         number = len(self.entries)
         self._added[id(tensor)] = number, tensor
         data = tensor.detach().cpu().contiguous()
-        flat: Any = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
-        raw = memoryview(flat)
+        raw = raw_bytes(data) if data.numel() else memoryview(b"")
         self.entries.append([tensor_files.dtype_name(data.dtype), list(data.shape)])
         self.parts += [raw, memoryview(bytes(-raw.nbytes % _ALIGNMENT))]
         return number

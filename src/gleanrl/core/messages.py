@@ -144,6 +144,8 @@ class Verify:
     """That of the worker."""
     steps: int
     allow_pickle: bool = False
+    group: int | None = None
+    """The part of a source that serves several groups of environments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random as python_random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
+from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
@@ -47,6 +48,8 @@ from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import nest
 
+Way: TypeAlias = tuple[tuple[bool, bool] | None, TensorDictBase | None]
+"""How a group is stepped; see `EnvGroup.way`."""
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
@@ -147,6 +150,8 @@ class EnvGroup:
         self._stepped: Resumable
         """The object by which environments are stepped."""
         self._error: BaseException | None = None
+        self._opened: tuple[bool, bool] | None = None
+        """The arguments of `open_rows`, if it has found rows."""
 
     def described(self) -> EnvGroupInfo:
         """Return the description for the learner.
@@ -203,6 +208,7 @@ class EnvGroup:
         found = self._find_rows() or (self._tensordict_rows() if always else None)
         if found is None:
             return None
+        self._opened = always, at_once
         rows, specs = found
         self._rollouts, self._stepped = _Rollouts(rows, at_once), rows
         return RowsInfo(
@@ -362,6 +368,47 @@ class EnvGroup:
         streams.load_state(snapshot["streams"])
         streams.give()
 
+    # -- steps outside of shared memory, in a copy of this process ---------------------------------
+
+    @property
+    def way(self) -> Way:
+        """The arguments of `open_rows`, if rows are stepped; and the root, if that is its own."""
+        row = self._stepped
+        return self._opened, row.present() if isinstance(row, _TensorDictRow) else None
+
+    def prepare(self, way: Way) -> None:
+        """Reset the environments, which were not used yet, to be stepped in the same ``way``."""
+        opened, present = way
+        self.described()
+        if opened is not None:
+            self.open_rows(*opened)
+        if isinstance(self._stepped, _TensorDictRow):
+            self._stepped.show(present)
+        self._apart()[0].reset()
+
+    def random_steps(self, steps: int) -> TensorDictBase:
+        """Take steps by random actions; return them, ``[environments, steps]``."""
+        (env, data), taken = self._apart(), []
+        for _ in range(steps):
+            finished, data = env.step_and_maybe_reset(env.rand_action(data))
+            taken.append(finished)
+        return torch.stack(taken, 1)
+
+    def _apart(self) -> tuple[EnvBase, TensorDictBase]:
+        """Return the environments with TensorDict methods and memory of their own, and their root.
+
+        The root of rows is not read by steps.
+        """
+        stepped = self._stepped
+        if isinstance(stepped, _TensorDictRow):
+            return self.envs, stepped.present()
+        if isinstance(stepped, TensorDictRows):
+            return self.envs, stepped.handle.root
+        rows: Any = stepped.rows if isinstance(stepped, RowEnv) else stepped
+        rows.on_rebuilt = lambda t, env: None  # which would be written into shared memory
+        env = RowEnv(rows)
+        return env, env.fake_tensordict().exclude("next", *env.action_keys)
+
     def state(self) -> dict[str, Any]:
         """Return the environments' states, ``"worker0"`` and so on."""
         return self.envs.state_dict()
@@ -471,6 +518,15 @@ class _TensorDictRow(Resumable):
         row = self._row
         given = row.copy(row.root, self._device).update(nest(masks)) if masks else None
         self._put(self.env.reset(given, **options), row.root)
+
+    def present(self) -> TensorDictBase:
+        """Return the root of the next step."""
+        return self._row.copy(self._row.root, self._device)
+
+    def show(self, present: Any) -> None:
+        """Step in memory of its own, from the root ``present`` on."""
+        self.bind(Window.allocate(self._row.fields, self.env.batch_size.numel(), 1))
+        self._put(present, self._row.root)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
         return save_state(list(self.env.members), allow_pickle)

@@ -11,6 +11,8 @@ from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
+import torch
+
 from gleanrl.core import paths
 from gleanrl.core.errors import WeightsError
 from gleanrl.core.messages import Report, Snapshot
@@ -24,6 +26,7 @@ from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.envs.restarting import Restarts
+from gleanrl.envs.simulators import StateError
 from gleanrl.memory.pulses import PulseAddress, PulseEnds
 from gleanrl.memory.shared import SharedMemory
 
@@ -114,9 +117,21 @@ class EnvWorker:
     def layout(self) -> None:
         """Announce no rollouts; `EnvGroup.described` has the layout of the windows."""
 
+    def part(self, number: int) -> EnvWorker:
+        """Return a worker of one group, which is not woken by pulses."""
+        return EnvWorker(self.groups[number : number + 1], None)
+
+    def policy_state(self) -> dict[str, Any]:
+        """Return nothing: this worker has no policy."""
+        return {}
+
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Refuse rollouts, because this worker has no policy."""
-        raise NotImplementedError("call serve")
+        """Take steps by random actions outside of windows, in a copy of this process.
+
+        In any other process they would be lost: there, `serve` takes the steps.
+        """
+        batch = torch.cat([group.random_steps(steps) for group in self.groups])
+        return Report(steps, batch.numel(), 0, payload=batch)
 
     def place(self, base: int, stride: int) -> None:
         """Do nothing, because these environments have no numbers."""
@@ -134,14 +149,25 @@ class EnvWorker:
         raise NotImplementedError("call groups[...].restart")
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Refuse a state of all groups at once."""
-        raise NotImplementedError("call groups[...].state")
+        """Return the state of all episodes, and what other groups need to take the same steps."""
+        try:
+            envs = [group.snapshot(allow_pickle) for group in self.groups]
+        except StateError as err:
+            return {"episodes": {"why": str(err)}}
+        return {"episodes": {"envs": envs}, "ways": [group.way for group in self.groups]}
 
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
     ) -> str | None:
-        """Refuse a state of all groups at once."""
-        raise NotImplementedError("call groups[...].load_state")
+        """Continue the episodes of `state` in groups that were not used; return why not, if so."""
+        parts = zip(self.groups, state["episodes"]["envs"], state["ways"], strict=True)
+        try:
+            for group, envs, way in parts:
+                group.prepare(way)
+                group.resume(envs, allow_pickle)
+        except StateError as err:
+            return str(err)
+        return None
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         """Resolve ``path`` in this worker and call the object."""

@@ -31,6 +31,7 @@ import torch
 from gleanrl.core.errors import GleanError
 from gleanrl.core.keys import Key, format_key
 from gleanrl.core.layout import Field
+from gleanrl.core.raw_bytes import raw_bytes
 
 _BYTES_PER_WRITE = 1 << 26
 """A write can be interrupted between two calls."""
@@ -175,7 +176,7 @@ def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFi
         OSError: the disk is full.
     """
     data, path = tensor.detach().cpu().contiguous(), directory / file
-    write_new(path, data.reshape(-1).view(torch.uint8).numpy(), sync=False)
+    write_new(path, raw_bytes(data), sync=False)
     entry = TensorFile(key, tuple(data.shape), data.dtype, file)
     # That of the file, because others may change the tensor; meanwhile the disk takes the file in.
     with ThreadPoolExecutor(1) as pool:
@@ -185,8 +186,7 @@ def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFi
 
 
 def _checksum(data: torch.Tensor) -> int:
-    raw: Any = data.reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(raw)
+    return zlib.crc32(raw_bytes(data))
 
 
 def sealed(text: bytes) -> bytes:
@@ -322,12 +322,25 @@ def publish(draft: Path, path: Path) -> None:
 
 def replace(path: Path, text: str) -> None:
     """Replace a file at once; the old one stays if that fails."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with drafted(path) as draft:
         write_new(draft, text.encode())
         publish(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Yield the path of a draft of ``path``; if the block raises, the draft goes.
+
+    An `OSError` about the draft then names ``path``.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield draft
+    except BaseException as err:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        if isinstance(err, OSError) and err.filename == str(draft):
+            err.filename = str(path)
         raise
 
 

@@ -29,6 +29,7 @@ from tensordict.nn import composite_lp_aggregate
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
 from torch import nn
 
+from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.operations.proofs import functions_of_modules, is_genuine
 
 # Parts of a module that calling it does not read.
@@ -180,7 +181,7 @@ def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
         raise Unwatchable(f"a setting of {tensor.numel()} numbers is too large to watch")
 
     def read() -> bytes:
-        return tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return raw_bytes(tensor.cpu().contiguous()).tobytes()
 
     return read
 

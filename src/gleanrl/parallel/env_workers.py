@@ -6,7 +6,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -44,6 +44,7 @@ from gleanrl.memory.pulses import Pulses
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.verifying import CHECK_TIMEOUT_S
 
 CONTROL_S = 60.0
 """Seconds that a command other than a step may take, if a step may not take longer."""
@@ -542,6 +543,18 @@ class WorkerGroup:
             raise StateError(f"the environments were in {there} workers, and are in {here}")
         parts = {i: (part, allow_pickle) for i, part in enumerate(snapshot)}
         self.ask("resume", parts, begins=True)
+
+    def verify(self, command: m.Verify) -> str | None:
+        """Return how environments that load the state of these differ, if they do."""
+        self.wait()
+        if self._beginning or self._missing:
+            return None  # `snapshot` says so
+        commands = {w: replace(command, group=self.workers.number(self, w)) for w in self.members}
+        session = self.workers.pause(commands)
+        for worker, found in session.request_each(commands, 2 * CHECK_TIMEOUT_S).items():
+            if found is not None:
+                return f"in environment worker {worker}, {found}"
+        return None
 
     # -- orders ----------------------------------------------------------------------------------
 

@@ -35,12 +35,13 @@ from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
 from gleanrl.parallel.worker_rows import WorkerRows
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend
+from gleanrl.transport.verifying import Verifiable
 
 _CLOSE_S = 10.0
 
 
 @remembered
-class ParallelEnv(RowEnv):
+class ParallelEnv(RowEnv, Verifiable):
     """``num_envs`` environments of one kind in ``num_workers`` processes, one batch.
 
     Gives the data of a `SerialEnv` of the same environments, under the same seed. Processes are
@@ -397,6 +398,11 @@ class ParallelEnv(RowEnv):
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         with self._settled() as group:
             group.resume(snapshot, allow_pickle)
+
+    def verify(self, command: m.Verify) -> str | None:
+        """Have workers check their environments: new ones against their own, by random actions."""
+        with self._settled() as group:
+            return group.verify(command)
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"

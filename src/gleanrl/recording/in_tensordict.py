@@ -15,6 +15,7 @@ from rich.filesize import decimal as size
 from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.core.keys import Key, as_key, format_key
+from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError, inside
 from gleanrl.recording.dataset import CARD, NESTED, SHARDS, Dataset, Metadata, Part, card
@@ -124,8 +125,7 @@ class Shard:
 
 
 def _append(fd: int, value: torch.Tensor) -> None:
-    data: Any = value.reshape(-1).view(torch.uint8).numpy()
-    left = memoryview(data)
+    left = raw_bytes(value)
     while left:
         left = left[os.write(fd, left) :]
 

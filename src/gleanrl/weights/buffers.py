@@ -25,6 +25,7 @@ import torch
 from gleanrl.core.errors import GleanError, WeightsError
 from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.core.protocols import SharedMemory
+from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.core.window import Array
 from gleanrl.memory.shared import fence
 
@@ -198,4 +199,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return raw_bytes(tensor)
