@@ -36,7 +36,12 @@ from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.joint import JointPolicy
 from gleanrl.transport.inline import InlineBackend
-from gleanrl.transport.interleaved import CallSizes, InterleavedBackend, JointBackend
+from gleanrl.transport.interleaved import (
+    BoundedJointBackend,
+    CallSizes,
+    InterleavedBackend,
+    JointBackend,
+)
 from gleanrl.transport.process import ProcessBackend
 
 
@@ -109,7 +114,8 @@ class MultiCollector(BaseCollector):
         stop = stop_byte(plan.interruptor)
         make: MakeBackend = partial(InlineBackend, stop=stop)
         if not self._sync:
-            make = partial(JointBackend, stop=stop, sizes=sizes)
+            kind = JointBackend if sizes.ahead is None else BoundedJointBackend
+            make = partial(kind, stop=stop, sizes=sizes)
         elif len(plan.factories) > 1:
             make = partial(InterleavedBackend, stop=stop)
         self._start(plan, make)

@@ -108,7 +108,6 @@ class JointBackend(InlineBackend):
         """Act for as many environments at once as ``sizes`` says."""
         super().__init__(open_window, stop)
         self._sizes = sizes
-        self._next = self._over if sizes.ahead is None else self._over_and_not_ahead
         self._running: dict[int, _Rollout] = {}
         """By worker."""
         self._taken: defaultdict[int, int] = defaultdict(int)
@@ -167,7 +166,7 @@ class JointBackend(InlineBackend):
 
     def _advance(self) -> None:
         """Continue where a step is over, and have the policy act; else wait for a step."""
-        for rollout in self._next():
+        for rollout in self._over():
             rollout.taken += 1
             self._continue(rollout)
         if self._replies and not self._others:
@@ -178,23 +177,9 @@ class JointBackend(InlineBackend):
             self._wait()
 
     def _over(self) -> Iterable[_Rollout]:
-        """Return the rollouts whose step is over."""
+        """Return the rollouts whose step is over, and which may continue."""
         running = self._running.values()
         return [one for one in running if one.act is None and not one.source.under_way]
-
-    def _over_and_not_ahead(self) -> Iterator[_Rollout]:
-        """Return those whose step is over, without those too far ahead of the slowest one.
-
-        The slowest one is never left out, so there is always one that goes on. The first ones that
-        go on may let those after them go on.
-        """
-        most, slowest = cast("int", self._sizes.ahead), 0
-        for rollout in sorted(self._over(), key=_TAKEN):
-            if rollout.taken - slowest >= most:
-                slowest = min(map(_TAKEN, self._running.values()))
-                if rollout.taken - slowest >= most:
-                    return
-            yield rollout
 
     def _choose(self) -> list[_Rollout]:
         """Return rollouts that the policy acts for now."""
@@ -234,3 +219,19 @@ class JointBackend(InlineBackend):
         except Exception as err:  # a worker is lost, and all others with it
             for rollout in under_way:
                 self._continue(rollout, err)
+
+
+class BoundedJointBackend(JointBackend):
+    """Rollouts that wait for the slowest one while they are too many steps ahead of it.
+
+    The slowest one never waits, so there is always one that continues.
+    """
+
+    def _over(self) -> Iterator[_Rollout]:
+        most, slowest = cast("int", self._sizes.ahead), 0
+        for rollout in sorted(super()._over(), key=_TAKEN):
+            if rollout.taken - slowest >= most:  # perhaps less, since those before it continued
+                slowest = min(map(_TAKEN, self._running.values()))
+                if rollout.taken - slowest >= most:
+                    return
+            yield rollout
