@@ -80,6 +80,7 @@ policy_process: bool | None = None | CM
 max_batch_size: int | None = None | CM
 min_batch_size: int = 1 | CM
 max_wait_s: float = 0.01 | CM
+max_ahead: int | None = None | CM
 transition_chunk_size: int | None = None | CM
 use_buffers: bool | None = None | CM
 replay_buffer_chunk: bool | None = None | CM

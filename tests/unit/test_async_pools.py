@@ -1,6 +1,7 @@
 """Pools that answer for some of their environments at a time: nothing is lost, and none waits."""
 
 import importlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -232,6 +233,10 @@ def cartpoles(**kwargs):
     return envpool.make_gymnasium("CartPole-v1", num_threads=1, **kwargs)
 
 
+def pendulums(**kwargs):
+    return importlib.import_module("envpool").make_gymnasium("Pendulum-v1", num_threads=1, **kwargs)
+
+
 def balance(observation):
     return (observation[..., 2] + 0.3 * observation[..., 3] > 0).long()
 
@@ -251,6 +256,33 @@ def test_envpool_gives_the_streams_of_one_that_answers_for_all():
         count = min(len(mine), len(theirs))
         assert count > 500
         assert (mine[:count] == theirs[:count]).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (cartpoles, balance),
+        (pendulums, lambda observation: observation[..., :1] * 0.5),
+    ],
+)
+@pytest.mark.parametrize("kwargs", [{"batch_size": 2}, {}])
+def test_steps_by_the_methods_in_c_are_those_of_envpools_own(make, policy, kwargs):
+    found, said = [], []
+    for own in (False, True):
+        pool = make(num_envs=6, seed=5, max_episode_steps=30, **kwargs)
+        if own:  # as if a user had replaced it
+            pool.step = partial(type(pool).step, pool)
+        frames = kwargs.get("batch_size", 6) * 40
+        with Collector(pool, policy, frames_per_batch=frames, total_frames=10 * frames) as one:
+            found.append(by_env([batch.clone() for batch in one], 6))
+            said.append("C++" in one.explain())
+    assert said == [True, False]
+    for mine, theirs in zip(*found, strict=True):
+        count = min(len(mine), len(theirs))
+        assert count > 100
+        for key in mine.keys(True, leaves_only=True):
+            assert torch.equal(mine[key][:count], theirs[key][:count]), key
+        assert bool(mine["next", "truncated"].any())
 
 
 def test_seeds_repeat_streams_and_resets_count_what_they_discard():

@@ -197,7 +197,7 @@ EXCUSED = {
         "is for central inference, tests/processes/test_central.py",
     ),
     **dict.fromkeys(
-        ("max_batch_size", "min_batch_size", "max_wait_s", "transition_chunk_size"),
+        ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead", "transition_chunk_size"),
         "is for asynchronous central inference, tests/processes/test_central_async.py",
     ),
     **dict.fromkeys(

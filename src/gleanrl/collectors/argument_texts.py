@@ -149,6 +149,9 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "min_batch_size": "With asynchronous central inference, the environments that the policy "
         "waits for, at most for ``max_wait_s`` seconds.",
         "max_wait_s": "Seconds that an environment waits for others; see ``min_batch_size``.",
+        "max_ahead": "With asynchronous central inference, the most steps that the environments of "
+        "a worker (or group) may be ahead of those of the slowest one with a rollout under way; "
+        "then they wait. By default they never wait for others.",
         "env_groups": "With central inference, parts of the environments that take turns: while "
         "one part steps, the policy acts in another. 2 pays if a call of the policy takes about as "
         "long as a worker's steps. A batch has the first part's environments first.",

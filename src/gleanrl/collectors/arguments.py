@@ -110,6 +110,7 @@ class _OnThisMachine(TypedDict, total=False):
     max_batch_size: Annotated[int | None, None]
     min_batch_size: Annotated[int, 1]
     max_wait_s: Annotated[float, 0.01]
+    max_ahead: Annotated[int | None, None]
     transition_chunk_size: Annotated[int | None, None]
     use_buffers: Annotated[bool | None, None]
     replay_buffer_chunk: Annotated[bool | None, None]

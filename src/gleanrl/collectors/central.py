@@ -46,6 +46,7 @@ _ASYNC = (
     "max_batch_size",
     "min_batch_size",
     "max_wait_s",
+    "max_ahead",
     "transition_chunk_size",
 )
 """The arguments of central inference, and of asynchronous central inference."""
@@ -288,14 +289,16 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
 
 
 def call_sizes(arguments: Arguments) -> CallSizes:
-    """Read the numbers of environments that a call of the policy acts for.
+    """Read which environments a call of the policy acts for.
 
     Raises:
         ConfigError: they are no numbers, or contradict each other.
     """
     most, least = arguments["max_batch_size"], arguments["min_batch_size"]
+    ahead = arguments["max_ahead"]
     least = check_int("min_batch_size", least, least=1)
     most = None if most is None else check_int("max_batch_size", most, least=1)
     if most is not None and most < least:
         raise ConfigError(f"min_batch_size ({least}) must be at most max_batch_size ({most})")
-    return CallSizes(least, most, seconds("max_wait_s", arguments["max_wait_s"]))
+    ahead = None if ahead is None else check_int("max_ahead", ahead, least=1)
+    return CallSizes(least, most, seconds("max_wait_s", arguments["max_wait_s"]), ahead)

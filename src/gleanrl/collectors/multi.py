@@ -36,7 +36,12 @@ from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.joint import JointPolicy
 from gleanrl.transport.inline import InlineBackend
-from gleanrl.transport.interleaved import InterleavedBackend, JointBackend
+from gleanrl.transport.interleaved import (
+    BoundedJointBackend,
+    CallSizes,
+    InterleavedBackend,
+    JointBackend,
+)
 from gleanrl.transport.process import ProcessBackend
 
 
@@ -81,7 +86,7 @@ class MultiCollector(BaseCollector):
         affinity = read_affinity("worker_affinity", arguments["worker_affinity"], len(functions))
         self._affinity = affinity
         if read_inference(arguments, self._sync):
-            arguments = in_whole_rollouts(arguments, functions)
+            arguments, sizes = in_whole_rollouts(arguments, functions), call_sizes(arguments)
             process, kind = arguments["policy_process"], _KINDS[self._sync]
             process = not self._sync if process is None else process
             driver = driver_processors(arguments, process)
@@ -89,7 +94,7 @@ class MultiCollector(BaseCollector):
                 plan = policy_process_plan(arguments, functions, kind, self._sync, affinity)
                 self._start(plan, _make_backend(arguments, driver))
             else:
-                self._start_here(central_plan(arguments, functions, self._sync, affinity))
+                self._start_here(central_plan(arguments, functions, self._sync, affinity), sizes)
             self.num_workers = len(functions)
             return
         kind = arguments["collector_class"]
@@ -104,12 +109,13 @@ class MultiCollector(BaseCollector):
             _make_backend(arguments, affinity),
         )
 
-    def _start_here(self, plan: WorkerPlan) -> None:
+    def _start_here(self, plan: WorkerPlan, sizes: CallSizes) -> None:
         """Start with the policy in this process, and the environments in others."""
-        stop, sizes = stop_byte(plan.interruptor), call_sizes(self._arguments)
+        stop = stop_byte(plan.interruptor)
         make: MakeBackend = partial(InlineBackend, stop=stop)
         if not self._sync:
-            make = partial(JointBackend, stop=stop, sizes=sizes)
+            kind = JointBackend if sizes.ahead is None else BoundedJointBackend
+            make = partial(kind, stop=stop, sizes=sizes)
         elif len(plan.factories) > 1:
             make = partial(InterleavedBackend, stop=stop)
         self._start(plan, make)

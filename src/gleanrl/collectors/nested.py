@@ -153,10 +153,12 @@ class NestedSource(Verifiable):
         batch = self._next()
         measured, ended = self._measured(monotonic() - begin), self._episodes()
         frames, version = self._counted(batch)
+        drift = max((report.drift for _, report in self._reports), default=0)
         self._reports.clear()
         report = Report(
             steps, frames, version, 0, None, ended, measured=measured, mishaps=self._mishaps()
         )
+        report.drift = drift
         if batch is None:  # the collector has put it into a buffer of its own
             return report
         if self._layout is not None and window.keys() and _fits(batch, self._layout, window):

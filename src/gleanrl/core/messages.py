@@ -204,6 +204,9 @@ class Report:
     policy_version: int
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
+    drift: int = field(default=0, compare=False, kw_only=True)
+    """The most steps so far that an environment was ahead of the slowest one, at the end of a
+    rollout; only of environments that go on at their own pace."""
     payload: Any = None
     """The rollout, if it is not in the window; ``None`` if it is."""
     ended: Ended = field(default=NONE_ENDED, compare=False)

@@ -43,7 +43,8 @@ class AsyncPool(VectorAdapter):
         Raises:
             ConfigError: it resets itself in another step than the next.
         """
-        super().__init__(_EnvPool(env) if is_envpool(env) else _Ale(env, again), options)
+        resets = _EnvPool(env, options) if is_envpool(env) else _Ale(env, again)
+        super().__init__(resets, options)
         self.can_cut = False
         self.ids = np.zeros((1, self.num_envs), np.int64)
         """The environment of each entry of a row."""
@@ -51,16 +52,17 @@ class AsyncPool(VectorAdapter):
         """The environments that have answered last."""
 
     def explain(self) -> str:
-        kind, most = type(self.inner).__name__, self.all_envs
-        return f"{kind} of {most}, which answers for {self.num_envs} of them at a time"
+        kind, most, how = type(self.inner).__name__, self.all_envs, self._resets.explain()
+        return f"{kind} of {most}, which answers for {self.num_envs} of them at a time, {how}"
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
         if len(self.ids) <= window.steps:
             self.ids = np.zeros((window.steps + 1, self.num_envs), np.int64)
         self.ids[0] = self.at_hand
-        step = self._resets.step
-        self._step = lambda actions: step(actions, self.at_hand)
+        if self._resets.by_id:
+            step = self._step
+            self._step = lambda actions: step(actions, self.at_hand)
 
     def step(self, t: int) -> None:  # type: ignore[override]  # as pools do
         self.at_hand = self.ids[t + 1] = self._advance(t)["env_id"]
@@ -76,6 +78,8 @@ class AsyncPool(VectorAdapter):
 class _EnvPool(EnvPoolResets):
     """Results under way cannot be withdrawn, so a pool is reset by making it anew."""
 
+    by_id = True
+    """Whether a step is told for whom actions are; ALE's knows."""
     _used = False
     first: Array
     """The environments that answered first after a reset."""
@@ -96,12 +100,11 @@ class _EnvPool(EnvPoolResets):
         super().seed(seed, static)
         self._used = False
 
-    def step(self, actions: Array, ids: Array) -> Any:
-        return self.env.step(actions, ids)
-
 
 class _Ale(VectorResets):
     """Like `_EnvPool`; only the user's callable can make another one."""
+
+    by_id = False
 
     def __init__(self, env: Any, again: Callable[[], Any] | None) -> None:
         if env.autoreset_mode is not AutoresetMode.NEXT_STEP:
@@ -134,9 +137,6 @@ class _Ale(VectorResets):
     def seed(self, seed: int, static: bool) -> None:
         check_int("seed", seed, least=0)
         self._seed = np.full(self.env.num_envs, seed) if static else seed  # type: ignore[assignment]
-
-    def step(self, actions: Array, ids: Array) -> Any:
-        return self.env.step(actions)
 
 
 def _drawn_seed() -> int:

@@ -20,6 +20,7 @@ from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.envpool_steps import EnvPoolSteps
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.state_kinds import Node
@@ -61,7 +62,7 @@ class VectorAdapter(WindowEnv):
         )
         self.can_cut, self.checks_actions = resets.singly, False
         self._closed = False
-        self._step: Callable[[Any], Any]
+        self._step: Callable[..., Any]
         self._rewards = np.zeros((0, self.num_envs))
         """Rows, narrowed when the rollout ends."""
         self._reward_dtype: np.dtype[Any] | None = None
@@ -73,13 +74,13 @@ class VectorAdapter(WindowEnv):
 
     def explain(self) -> str:
         """Return how the environments are stepped."""
-        return f"{type(self.inner).__name__} of {self.num_envs}, called as it is by its own step"
+        return f"{type(self.inner).__name__} of {self.num_envs}, {self._resets.explain()}"
 
     # -- steps -----------------------------------------------------------------------------------
 
     def begin(self, window: Window, carry: Window) -> None:
         super().begin(window, carry)
-        self._step = self._resets.env.step
+        self._step = self._resets.step
         if len(self._rewards) < window.steps:
             self._rewards = np.zeros((window.steps, self.num_envs))
         self._dead, self._late, self._done = (
@@ -297,6 +298,16 @@ class VectorResets:
         """Environments that a step answers for."""
         return int(self.env.num_envs)
 
+    def explain(self) -> str:
+        """Return how the environments are stepped."""
+        return "called as it is by its own step"
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """The function that steps all of them, in one rollout."""
+        method: Callable[..., Any] = self.env.step
+        return method
+
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         seed, self._seed = self._seed, None
         result = self.env.reset(seed=seed, options=dict(options) or None)
@@ -322,7 +333,7 @@ class VectorResets:
 class EnvPoolResets(VectorResets):
     """Resets and seeds an EnvPool with the Gymnasium interface; it must answer for all at once."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, options: GymOptions) -> None:
         if not isinstance(env, gym.Env):
             raise ConfigError(
                 f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
@@ -330,6 +341,17 @@ class EnvPoolResets(VectorResets):
             )
         _make_spaces(env)
         super().__init__(env, in_step=False, singly=True)
+        # Entries of infos are as EnvPool makes them.
+        self._steps = None if options.info_keys else EnvPoolSteps(env)
+        """The steps of the present pool."""
+
+    def explain(self) -> str:
+        short = self._steps is not None and self._steps.are_short
+        return "stepped by its C++ methods" if short else super().explain()
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        return super().step if self._steps is None else self._steps.method()
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         result = self.env.reset(**({"options": dict(options)} if options else {}))
@@ -351,6 +373,8 @@ class EnvPoolResets(VectorResets):
         _make_spaces(fresh)
         self.env.close()
         self.env = fresh
+        if self._steps is not None:
+            self._steps = EnvPoolSteps(fresh)
 
 
 def _make_spaces(env: Any) -> None:
@@ -384,7 +408,7 @@ def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
         An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
     """
     if is_envpool(env):
-        return NextStepPool(EnvPoolResets(env), options)
+        return NextStepPool(EnvPoolResets(env, options), options)
     mode = _mode(env)
     # Only these two are known to honour a reset mask in every mode. Wrappers around them are not:
     # some of Gymnasium's own refuse the mask or lose it on the way.

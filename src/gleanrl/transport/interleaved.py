@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from time import monotonic
 from typing import cast
 
@@ -54,6 +56,8 @@ class CallSizes:
     most: int | None = None
     """More wait for the next call; rollouts with more environments have calls of their own."""
     wait_s: float = 0.0
+    ahead: int | None = None
+    """A rollout so many steps ahead of the slowest one waits for it."""
 
 
 class _Rollout:
@@ -64,19 +68,17 @@ class _Rollout:
         worker: int,
         source: InlineSource,
         steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
+        taken: int,
     ) -> None:
         self.worker, self.source, self._steps = worker, source, steps
+        self.taken = taken
+        """The steps that its environments took, in earlier rollouts as well."""
         self.reply: m.Rolled | m.Failed | None = None
         """The answer, once the rollout has ended."""
         self.act: JointAct | None = None
         """The act that is due."""
         self.due_since = 0.0
         """The moment at which it became due."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether neither the policy nor an environment is waited for."""
-        return self.act is None and not self.source.under_way
 
     def resume(self, error: Exception | None = None) -> None:
         """Continue until the policy has acted, or until its act is due; or raise ``error`` there.
@@ -96,6 +98,9 @@ class _Rollout:
             self.act, self.reply = None, end.value
 
 
+_TAKEN = attrgetter("taken")
+
+
 class JointBackend(InlineBackend):
     """Rollouts that go on at their own pace, and a policy that acts for all that wait for it."""
 
@@ -105,6 +110,10 @@ class JointBackend(InlineBackend):
         self._sizes = sizes
         self._running: dict[int, _Rollout] = {}
         """By worker."""
+        self._taken: defaultdict[int, int] = defaultdict(int)
+        """By worker, the steps of its rollouts that have ended."""
+        self._drift = 0
+        """The most steps that one was ahead of the slowest one at the end of a rollout."""
         self._due: list[_Rollout] = []
         """Rollouts whose act is due, in the order in which they came to that."""
 
@@ -138,7 +147,7 @@ class JointBackend(InlineBackend):
             assert isinstance(command, m.Collect)
             one = self._workers[worker]
             source, steps = cast("InlineSource", one.source), one.collecting(ticket, command)
-            self._running[worker] = rollout = _Rollout(worker, source, steps)
+            rollout = self._running[worker] = _Rollout(worker, source, steps, self._taken[worker])
             self._continue(rollout)
 
     def _continue(self, rollout: _Rollout, error: Exception | None = None) -> None:
@@ -146,13 +155,19 @@ class JointBackend(InlineBackend):
         if rollout.reply is not None:
             del self._running[rollout.worker]
             self._replies.append(_placed(rollout.reply, "worker"))
+            self._taken[rollout.worker] = rollout.taken
+            if isinstance(rollout.reply, m.Rolled):
+                others = map(_TAKEN, self._running.values())
+                ahead = rollout.taken - min(others, default=rollout.taken)
+                rollout.reply.report.drift = self._drift = max(self._drift, ahead)
         elif rollout.act is not None:
             rollout.due_since = monotonic()
             self._due.append(rollout)
 
     def _advance(self) -> None:
         """Continue where a step is over, and have the policy act; else wait for a step."""
-        for rollout in [rollout for rollout in self._running.values() if rollout.ready]:
+        for rollout in self._over():
+            rollout.taken += 1
             self._continue(rollout)
         if self._replies and not self._others:
             self._begin()  # so that the policy acts for the next rollouts of these workers as well
@@ -160,6 +175,11 @@ class JointBackend(InlineBackend):
             self._act(chosen)
         elif not self._replies:
             self._wait()
+
+    def _over(self) -> Iterable[_Rollout]:
+        """Return the rollouts whose step is over, and which may continue."""
+        running = self._running.values()
+        return [one for one in running if one.act is None and not one.source.under_way]
 
     def _choose(self) -> list[_Rollout]:
         """Return rollouts that the policy acts for now."""
@@ -199,3 +219,19 @@ class JointBackend(InlineBackend):
         except Exception as err:  # a worker is lost, and all others with it
             for rollout in under_way:
                 self._continue(rollout, err)
+
+
+class BoundedJointBackend(JointBackend):
+    """Rollouts that wait for the slowest one while they are too many steps ahead of it.
+
+    The slowest one never waits, so there is always one that continues.
+    """
+
+    def _over(self) -> Iterator[_Rollout]:
+        most, slowest = cast("int", self._sizes.ahead), 0
+        for rollout in sorted(super()._over(), key=_TAKEN):
+            if rollout.taken - slowest >= most:  # perhaps less, since those before it continued
+                slowest = min(map(_TAKEN, self._running.values()))
+                if rollout.taken - slowest >= most:
+                    return
+            yield rollout

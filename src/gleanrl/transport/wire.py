@@ -31,7 +31,7 @@ from gleanrl.transport.pickling import dumps
 from gleanrl.transport.remote_errors import RemoteError, raised
 
 _COLLECT = struct.Struct("=cqiiq?")
-_ROLLED = struct.Struct("=cqiqqqq9d")
+_ROLLED = struct.Struct("=cqiqqqqq9d")
 """Numbers of a report; which episodes ended follows."""
 _HEAD = struct.Struct("=cqi")
 """How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
@@ -128,6 +128,7 @@ def frame_of(reply: m.Reply) -> bytes:
             report.frames,
             report.policy_version,
             report.discarded,
+            report.drift,
             *report.times,
             *report.seconds,
             report.weights_s,
@@ -157,9 +158,10 @@ def reply_in(frame: bytes) -> m.Reply:
     """Return the reply in ``frame``; one that cannot be loaded becomes the command's failure."""
     if frame[:1] == _R:
         found = _ROLLED.unpack_from(frame)
-        ticket, worker, steps, frames, version, discarded = found[1:7]
+        ticket, worker, steps, frames, version, discarded, drift = found[1:8]
         report = m.Report(steps, frames, version, discarded, None, frame[_ROLLED.size :])
-        report.times, report.seconds, report.weights_s = found[7:10], found[10:15], found[15]
+        report.times, report.seconds, report.weights_s = found[8:11], found[11:16], found[16]
+        report.drift = drift
         return m.Rolled(worker, ticket, report)
     try:
         reply = _pickled_reply(frame)

@@ -106,6 +106,8 @@ class Measures:
         self._began = self._newest = self._mark_due = self._settled = 0.0
         self.show_due = math.inf
         """When the numbers will be shown next."""
+        self._drift = 0
+        """The most steps that an environment was ahead; see `Report.drift`."""
         self._took = 0.0
         """Seconds from the request for the newest batch to its arrival."""
         self._history = History()
@@ -120,6 +122,8 @@ class Measures:
         for worker, r in reports.items():
             shares.append((worker, r.frames, r.policy_version, r.seconds, r.ended))
             self._bytes += len(r.ended)
+            if r.drift > self._drift:
+                self._drift = r.drift
         self._took = now - requested
         self._waiting.append((now, requested, version, shares))
         if len(self._waiting) > _MOST_BATCHES or self._bytes > _MOST_BYTES:
@@ -233,7 +237,7 @@ class Measures:
                 self.settle()
             indices = range(len(self._workers)) if worker is None else [worker]
             totals = self._all if worker is None else self._workers[worker]
-            own: dict[str, float] = {}
+            own: dict[str, float] = {"drift_max": self._drift}
             lags = totals.lags or (0,)
             if worker is not None:
                 own = {"frames": totals.frames, "batches": totals.rollouts}
