@@ -18,6 +18,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.change_watch import writes_so_far
 from gleanrl.policies.diagnosis import wrote_otherwise
@@ -29,6 +30,7 @@ from gleanrl.policies.program import (
     check_known,
     item_name,
     known_names,
+    make_staging,
 )
 
 
@@ -52,6 +54,7 @@ class JointPolicy:
         """What the first call wrote."""
         self._known: Mapping[str, Any]
         self._roots: dict[tuple[int, ...], TensorDictBase] = {}
+        self._staging: Staging | None = None
 
     def seat(
         self, policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
@@ -71,6 +74,8 @@ class JointPolicy:
             self._called, self._layout = called, _without_batch(env)
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)
+            if can_stage(called.device):
+                self._staging = make_staging(called.signature, env, called.device)
         elif _without_batch(env) != self._layout:
             raise ConfigError(
                 "the environments of one worker have other entries or shapes than those of "
@@ -90,10 +95,8 @@ class JointPolicy:
         began, called = monotonic(), self._called
         assert called is not None
         batch = (sum(seat.batch[0] for seat in seats), *seats[0].batch[1:])
-        shown = {
-            key: _on(called.device, _joined([seat.shown[key][seat.t] for seat in seats]))
-            for key in seats[0].shown
-        }
+        rows = {key: [seat.shown[key][seat.t] for seat in seats] for key in seats[0].shown}
+        shown = self._show(called.device, rows, batch)
         given = [(item_name(key), value, writes_so_far(value)) for key, value in shown.items()]
         root = self._root(batch, called.device)
         for name, value, _ in given:
@@ -102,13 +105,29 @@ class JointPolicy:
         check_known(out, self._known)
         check_kept(root, given)
         wrote = {key: _written(out, key, self._likes[key], batch) for key in seats[0].targets}
-        for key, value in _on_cpu(called.device, wrote).items():
+        for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
         self.calls, self.rows = self.calls + 1, self.rows + batch[0]
         took = monotonic() - began
         for seat in seats:
             seat.seconds += took
+
+    def _show(
+        self, device: torch.device, rows: Mapping[Key, Sequence[Any]], batch: tuple[int, ...]
+    ) -> Mapping[Key, torch.Tensor]:
+        """Return ``rows`` of all environments in new memory on the policy's device."""
+        if self._staging is None:
+            return {key: _joined(parts).to(device) for key, parts in rows.items()}
+        for key, place in self._staging.rows(batch).items():
+            _gather(rows[key], place)
+        return self._staging.send()
+
+    def _fetch(self, wrote: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+        """Return what the policy wrote on the CPU."""
+        if self._staging is None:
+            return {key: value.detach().cpu() for key, value in wrote.items()}
+        return self._staging.fetch(wrote)
 
     def _root(self, batch: tuple[int, ...], device: torch.device) -> TensorDictBase:
         """Return a new TensorDict for a ``batch`` of environments, with end flags only."""
@@ -192,6 +211,15 @@ def _joined(rows: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(rows))
 
 
+def _gather(rows: Sequence[Any], value: torch.Tensor) -> None:
+    """Copy ``rows`` into ``value``, one after another."""
+    begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
+    for row in rows:
+        end = begin + len(row)
+        values[begin:end] = row
+        begin = end
+
+
 def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
     """Copy parts of ``value`` into ``rows``, as many environments as each of these has."""
     begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
@@ -199,27 +227,6 @@ def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
         end = begin + len(row)
         row[...] = values[begin:end]
         begin = end
-
-
-def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
-    """Move rows to the policy's device, from pinned memory where that is faster."""
-    if device.type == "cpu":
-        return value
-    if device.type == "cuda":
-        return value.pin_memory().to(device, non_blocking=True)
-    return value.to(device)
-
-
-def _on_cpu(device: torch.device, values: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-    """Move what the policy wrote to the CPU; on a GPU with one wait for all entries."""
-    if device.type != "cuda":
-        return {key: value.detach().cpu() for key, value in values.items()}
-    found = {}
-    for key, value in values.items():
-        found[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        found[key].copy_(value.detach(), non_blocking=True)
-    torch.cuda.current_stream(device).synchronize()
-    return found
 
 
 def _written(
