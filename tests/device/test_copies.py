@@ -137,3 +137,32 @@ def test_calls_for_numbers_of_environments_that_vary(device):
         cell = recurrent()(batch.select("observation", "hidden").reshape(-1))
         found = batch["next", "hidden"].reshape(-1, 4)
         torch.testing.assert_close(cell["next", "hidden"], found)
+
+
+class Sizes(nn.Module):
+    """Notes how many environments it is called for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.sizes = nn.Parameter(torch.ones(1)), set()
+
+    def forward(self, observation):
+        self.sizes.add(len(observation))
+        return (observation[..., 0] > observation[..., 1]).long(), observation * self.weight
+
+
+@pytest.mark.parametrize(("most", "size"), [(None, 6), (5, 5), (1, 2)])
+def test_a_captured_policy_acts_for_as_many_in_every_call(device, monkeypatch, most, size):
+    # Only CUDA captures.
+    monkeypatch.setattr("gleanrl.policies.policy._accelerate", lambda call, *_: (call, False))
+    policy = TensorDictModule(Sizes(), ["observation"], ["action", "seen"]).to(ON)
+    options = {**ASYNC, "num_envs": 2, "max_batch_size": most, "cudagraph_policy": True}
+    with MultiAsyncCollector([Walk] * 3, policy, frames_per_batch=10, **options) as collector:
+        iterator = iter(collector)
+        policy.module.sizes.clear()
+        for _ in range(6):
+            batch = next(iterator).cpu()
+            assert torch.equal(batch["seen"], batch["observation"])
+            acted = batch["observation"][..., 0] > batch["observation"][..., 1]
+            assert torch.equal(batch["action"], acted.long())
+    assert policy.module.sizes == {size}

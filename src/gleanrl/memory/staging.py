@@ -42,9 +42,9 @@ class _Call(NamedTuple):
 class Staging:
     """Takes all entries of a policy's call to its device in one copy, and all outputs back in one.
 
-    Each call is `rows`, `send` and `fetch`. The only wait is that of `fetch`, for its own copy, by an
-    event; what was sent has arrived by then. Page-locked memory is used again by the next call; memory on the device that the
-    policy was shown is not, because the policy may keep it.
+    Each call is `rows`, `send` and `fetch`. The only wait is that of `fetch` for its own copy, by
+    an event; what was sent has arrived by then. Page-locked memory is used again by the next call.
+    Memory on the device that the policy was shown is not, because the policy may keep it.
     """
 
     def __init__(self, device: torch.device, shown: Entries, written: Entries) -> None:

@@ -39,12 +39,20 @@ class JointPolicy:
 
     Each call gets a new TensorDict with the rows of all environments that wait: observations,
     states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
-    for states it holds nothing that the policy wrote at an earlier step.
+    for states it holds nothing that the policy wrote at an earlier step. A policy that is captured
+    as a graph has calls of one size, which are filled up with copies of the first row.
     """
 
-    def __init__(self, inner: Any) -> None:
-        """Act with ``inner``, the user's policy, on the device that it is on."""
-        self.inner = inner
+    def __init__(self, inner: Any, most: int | None = None) -> None:
+        """Act with ``inner``, the user's policy, on the device that it is on.
+
+        ``most``: the environments that a call acts for, unless one rollout has more.
+        """
+        self.inner, self._most = inner, most
+        self._captured: list[int] = []
+        """The environments of each rollout, if the policy is captured."""
+        self._least = 0
+        """Rows of a call; others are filled up."""
         self.calls = self.rows = 0
         """Calls so far, and environments in all of them."""
         self._called: ProgramPolicy | None = None
@@ -62,6 +70,10 @@ class JointPolicy:
         """Return the policy of one rollout; for the arguments see `make_policy`."""
         env = contract.layout
         assert env is not None
+        if options.cudagraph_policy:
+            self._captured.append(env.batch_shape[0])
+            total = sum(self._captured)
+            self._least = max(*self._captured, min(total, self._most or total))
         if self._called is None:
             called = make_policy(policy, contract, specs, replace(options, fast=False))
             if not isinstance(called, ProgramPolicy):
@@ -94,7 +106,8 @@ class JointPolicy:
         """Act for all environments of ``seats``, whose rows get the results."""
         began, called = monotonic(), self._called
         assert called is not None
-        batch = (sum(seat.batch[0] for seat in seats), *seats[0].batch[1:])
+        waiting = sum(seat.batch[0] for seat in seats)
+        batch = (max(waiting, self._least), *seats[0].batch[1:])
         rows = {key: [seat.shown[key][seat.t] for seat in seats] for key in seats[0].shown}
         shown = self._show(called.device, rows, batch)
         given = [(item_name(key), value, writes_so_far(value)) for key, value in shown.items()]
@@ -108,7 +121,7 @@ class JointPolicy:
         for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
-        self.calls, self.rows = self.calls + 1, self.rows + batch[0]
+        self.calls, self.rows = self.calls + 1, self.rows + waiting
         took = monotonic() - began
         for seat in seats:
             seat.seconds += took
@@ -212,12 +225,13 @@ def _joined(rows: Sequence[Any]) -> torch.Tensor:
 
 
 def _gather(rows: Sequence[Any], value: torch.Tensor) -> None:
-    """Copy ``rows`` into ``value``, one after another."""
+    """Copy ``rows`` into ``value``, one after another; fill up with copies of the first."""
     begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
     for row in rows:
         end = begin + len(row)
         values[begin:end] = row
         begin = end
+    values[begin:] = rows[0][:1]
 
 
 def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
