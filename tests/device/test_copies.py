@@ -1,5 +1,7 @@
 """A call of a policy on a device takes one copy there and one back; only the second is awaited."""
 
+import gc
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -166,3 +168,25 @@ def test_a_captured_policy_acts_for_as_many_in_every_call(device, monkeypatch, m
             acted = batch["observation"][..., 0] > batch["observation"][..., 1]
             assert torch.equal(batch["action"], acted.long())
     assert policy.module.sizes == {size}
+
+
+def test_memory_of_the_device_does_not_grow(device):
+    def allocated():
+        gc.collect()  # a collector refers to itself
+        return getattr(torch, ON).memory_allocated()
+
+    def rounds(collector, number):
+        iterator = iter(collector)
+        for _ in range(number):
+            next(iterator)
+            collector.update_policy_weights_()
+        return allocated()
+
+    policy = recurrent().to(ON)
+    before = allocated()
+    with Collector(Walk, policy, num_envs=4, frames_per_batch=40, storing_device=ON) as one:
+        first = rounds(one, 3)
+        assert first > before
+        assert rounds(one, 20) <= first
+    del one
+    assert allocated() <= before + 4096 * (ON == "cuda")

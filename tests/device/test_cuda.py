@@ -209,24 +209,6 @@ def test_a_saved_collector_goes_on_with_the_numbers_of_the_gpu():
         assert torch.equal(next(iter(collector))["noise"], expected)
 
 
-def test_memory_of_the_gpu_does_not_grow():
-    policy = tells(0)
-
-    def rounds(collector, number):
-        iterator = iter(collector)
-        for _ in range(number):
-            next(iterator)
-            collector.update_policy_weights_()
-        return torch.cuda.memory_allocated()
-
-    before = torch.cuda.memory_allocated()
-    with Collector(Walk, policy, num_envs=4, frames_per_batch=40, storing_device="cuda") as one:
-        first = rounds(one, 3)
-        assert rounds(one, 20) <= first
-    del one
-    assert torch.cuda.memory_allocated() <= before + 4096
-
-
 def test_a_buffer_on_the_gpu_is_filled_while_the_learner_trains():
     policy = tells()
     buffer = ReplayBuffer(storage=LazyTensorStorage(400, device="cuda"), batch_size=16)
