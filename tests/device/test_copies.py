@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 from device_rig import ON, Walk, check_same, recurrent, seeded
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gleanrl import Collector, MultiAsyncCollector, MultiSyncCollector
+from gleanrl.data import Categorical, Composite, Unbounded
+from gleanrl.envs import EnvBase
 
 
 class Copies(TorchDispatchMode):
@@ -20,6 +23,8 @@ class Copies(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.there = self.back = self.waits = 0
+        self.shapes = []
+        """Of what is copied back."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name
@@ -30,6 +35,8 @@ class Copies(TorchDispatchMode):
             if target is not None and torch.device(target).type != source.type:
                 self.there += source.type == "cpu"
                 self.back += source.type != "cpu"
+                if source.type != "cpu":
+                    self.shapes.append(tuple(args[name == "aten::copy_"].shape))
                 self.waits += not asynchronous
         elif name in ("aten::_local_scalar_dense", "aten::equal"):
             self.waits += any(each.device.type != "cpu" for each in args)
@@ -190,3 +197,50 @@ def test_memory_of_the_device_does_not_grow(device):
         assert rounds(one, 20) <= first
     del one
     assert allocated() <= before + 4096 * (ON == "cuda")
+
+
+class There(EnvBase):
+    """Environments whose data are on a device; each ends after as many steps as its number."""
+
+    def __init__(self, device):
+        super().__init__(batch_size=[4], device=device)
+        there = {"shape": (4,), "device": device}
+        self.observation_spec = Composite(observation=Unbounded((4, 2), device=device), **there)
+        self.action_spec = Categorical(2, **there)
+        self.reward_spec = Unbounded((4, 1), device=device)
+        self.ages = torch.zeros(4, 1, dtype=torch.int64, device=device)
+        self.x = torch.zeros(4, 2, device=device)
+
+    def _reset(self, tensordict=None):
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        mask = torch.ones_like(self.ages, dtype=torch.bool) if mask is None else mask
+        self.ages = torch.where(mask, 0, self.ages)
+        self.x = torch.where(mask, 0.5, self.x)
+        return TensorDict({"observation": self.x}, [4], device=self.device)
+
+    def _step(self, tensordict):
+        self.ages = self.ages + 1
+        self.x = self.x.flip(-1) * 0.9 + tensordict["action"][:, None] * 0.1
+        numbers = torch.arange(4, device=self.device)[:, None]
+        done = self.ages > numbers + 2
+        after = {"observation": self.x, "reward": self.x.sum(-1, keepdim=True), "done": done}
+        return TensorDict({**after, "terminated": done}, [4], device=self.device)
+
+    def _set_seed(self, seed, static=False):
+        pass
+
+
+def test_environments_on_the_device_without_fixed_layout_stay_there(device):
+    def batches(device):
+        seeded()
+        options = {"frames_per_batch": 40, "fast": False, "storing_device": device}
+        with Collector(There(device), recurrent().to(device), **options) as collector:
+            iterator = iter(collector)
+            first = next(iterator)
+            with Copies() as copies:
+                return [first, next(iterator), next(iterator)], copies
+
+    there, copies = batches(ON)
+    check_same(there, batches("cpu")[0])
+    assert {value.device.type for value in there[-1].values(True, True)} == {ON}
+    assert set(copies.shapes) == {(4, 1), (4, 10, 1)}  # rewards of steps, flags of rollouts
