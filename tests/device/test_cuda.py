@@ -138,8 +138,9 @@ def test_one_policy_on_the_gpu_for_workers_that_take_the_same_steps(way, groups,
         check_weights_act_in_the_next_batch(collector, policy, stored)
 
 
+@pytest.mark.parametrize("way", ["called", "captured"])
 @pytest.mark.parametrize("process", [False, True])
-def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process):
+def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process, way):
     policy = tells(0)
     given = {"policy_factory": tells} if process else {"policy": policy}
     with MultiAsyncCollector(
@@ -148,6 +149,7 @@ def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process):
         inference="central",
         policy_process=process,
         **given,
+        **WAYS[way],
     ) as collector:
         iterator = iter(collector)
         for _ in range(9):
