@@ -243,4 +243,5 @@ def test_environments_on_the_device_without_fixed_layout_stay_there(device):
     there, copies = batches(ON)
     check_same(there, batches("cpu")[0])
     assert {value.device.type for value in there[-1].values(True, True)} == {ON}
-    assert set(copies.shapes) == {(4, 1), (4, 10, 1)}  # rewards of steps, flags of rollouts
+    # Which ended, rewards of steps, flags of rollouts.
+    assert set(copies.shapes) == {(4,), (4, 1), (4, 10, 1)}
