@@ -104,7 +104,12 @@ TRIPLES = {
     [each for each in product(ENVS, POLICIES, PLACES) if ALL or each in TRIPLES],
 )
 def test_batches_are_the_same_wherever_they_are_made(env, policy, place):
-    check_same(collect(env, policy, **PLACES[place]), on_the_cpu(env, policy))
+    batches = collect(env, policy, **PLACES[place])
+    check_same(batches, on_the_cpu(env, policy))
+    named = PLACES[place].get("storing_device", PLACES[place].get("device"))
+    if named is not None:
+        devices = {value.device for batch in batches for value in batch.values(True, True)}
+        assert devices == {torch.empty(0, device=named).device}
 
 
 @pytest.mark.covering

@@ -218,7 +218,7 @@ def central_plan(
         sync=sync,
         in_process=True,
         central=sharing,
-        acting=acting if sync else JointPolicy(acting),
+        acting=acting if sync else JointPolicy(acting, call_sizes(arguments).most),
     )
     if sync:
         plan.batches = replace(plan.batches, cat=0)

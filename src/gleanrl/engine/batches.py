@@ -95,7 +95,7 @@ class BatchPlan:
         """
         layout, steps = self._layouts[worker], self._steps[worker]
         if layout is None:
-            return Slots([steps], BatchOptions(cat=0))
+            return Slots([steps], BatchOptions(cat=0, device=self._options.device))
         return self._slab_slots(Slab([layout], [steps], Order.TIME), 0, _ASYNC_SLOTS, worker)
 
     def _slab_slots(self, slab: Slab, dim: int, count: int, number: int) -> Slots:
@@ -179,7 +179,7 @@ class Slots:
             [m.WindowRef(worker, worker, 0, count, ()) for worker, count in enumerate(steps)]
         ]
         """By slot, the windows of the workers."""
-        self._cat_dim, self._stacked = options.cat, options.stacked
+        self._cat_dim, self._stacked, self._device = options.cat, options.stacked, options.device
         self._trim = options.trim and not options.stacked
         self.copies, self.nbytes = 0, 0
         """Batches copied because the user held every slot; bytes reserved."""
@@ -219,8 +219,10 @@ class Slots:
         if self._trim:
             parts = _trimmed(parts, reports, self._cat_dim)
         if self._stacked:
-            return time_named(stacked(parts, 0), parts[0].ndim)
-        return _joined(parts, self._cat_dim)
+            batch = time_named(stacked(parts, 0), parts[0].ndim)
+        else:
+            batch = _joined(parts, self._cat_dim)
+        return batch if self._device is None else batch.to(self._device)
 
 
 class SlabSlots(Slots):
@@ -297,8 +299,7 @@ class SlabSlots(Slots):
             else report.payload.cpu().clear_device_()
             for worker, report in enumerate(reports)
         ]
-        batch = self._put_together(parts, reports)
-        return batch if self._device is None else batch.to(self._device)
+        return self._put_together(parts, reports)
 
     def _copied(self, reference: m.WindowRef) -> TensorDict:
         """Copy the rollout of one worker out of its window."""

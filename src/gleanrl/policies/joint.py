@@ -18,6 +18,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.window import Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.change_watch import writes_so_far
 from gleanrl.policies.diagnosis import wrote_otherwise
@@ -29,6 +30,7 @@ from gleanrl.policies.program import (
     check_known,
     item_name,
     known_names,
+    make_staging,
 )
 
 
@@ -37,12 +39,20 @@ class JointPolicy:
 
     Each call gets a new TensorDict with the rows of all environments that wait: observations,
     states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
-    for states it holds nothing that the policy wrote at an earlier step.
+    for states it holds nothing that the policy wrote at an earlier step. A policy that is captured
+    as a graph has calls of one size, which are filled up with copies of the first row.
     """
 
-    def __init__(self, inner: Any) -> None:
-        """Act with ``inner``, the user's policy, on the device that it is on."""
-        self.inner = inner
+    def __init__(self, inner: Any, most: int | None = None) -> None:
+        """Act with ``inner``, the user's policy, on the device that it is on.
+
+        ``most``: the environments that a call acts for, unless one rollout has more.
+        """
+        self.inner, self._most = inner, most
+        self._captured: list[int] = []
+        """The environments of each rollout, if the policy is captured."""
+        self._least = 0
+        """Rows of a call; others are filled up."""
         self.calls = self.rows = 0
         """Calls so far, and environments in all of them."""
         self._called: ProgramPolicy | None = None
@@ -52,6 +62,7 @@ class JointPolicy:
         """What the first call wrote."""
         self._known: Mapping[str, Any]
         self._roots: dict[tuple[int, ...], TensorDictBase] = {}
+        self._staging: Staging | None = None
 
     def seat(
         self, policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
@@ -59,6 +70,10 @@ class JointPolicy:
         """Return the policy of one rollout; for the arguments see `make_policy`."""
         env = contract.layout
         assert env is not None
+        if options.cudagraph_policy:
+            self._captured.append(env.batch_shape[0])
+            total = sum(self._captured)
+            self._least = max(*self._captured, min(total, self._most or total))
         if self._called is None:
             called = make_policy(policy, contract, specs, replace(options, fast=False))
             if not isinstance(called, ProgramPolicy):
@@ -71,6 +86,8 @@ class JointPolicy:
             self._called, self._layout = called, _without_batch(env)
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)
+            if can_stage(called.device):
+                self._staging = make_staging(called.signature, env, called.device)
         elif _without_batch(env) != self._layout:
             raise ConfigError(
                 "the environments of one worker have other entries or shapes than those of "
@@ -89,11 +106,10 @@ class JointPolicy:
         """Act for all environments of ``seats``, whose rows get the results."""
         began, called = monotonic(), self._called
         assert called is not None
-        batch = (sum(seat.batch[0] for seat in seats), *seats[0].batch[1:])
-        shown = {
-            key: _on(called.device, _joined([seat.shown[key][seat.t] for seat in seats]))
-            for key in seats[0].shown
-        }
+        waiting = sum(seat.batch[0] for seat in seats)
+        batch = (max(waiting, self._least), *seats[0].batch[1:])
+        rows = {key: [seat.shown[key][seat.t] for seat in seats] for key in seats[0].shown}
+        shown = self._show(called.device, rows, batch)
         given = [(item_name(key), value, writes_so_far(value)) for key, value in shown.items()]
         root = self._root(batch, called.device)
         for name, value, _ in given:
@@ -102,13 +118,29 @@ class JointPolicy:
         check_known(out, self._known)
         check_kept(root, given)
         wrote = {key: _written(out, key, self._likes[key], batch) for key in seats[0].targets}
-        for key, value in _on_cpu(called.device, wrote).items():
+        for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
-        self.calls, self.rows = self.calls + 1, self.rows + batch[0]
+        self.calls, self.rows = self.calls + 1, self.rows + waiting
         took = monotonic() - began
         for seat in seats:
             seat.seconds += took
+
+    def _show(
+        self, device: torch.device, rows: Mapping[Key, Sequence[Any]], batch: tuple[int, ...]
+    ) -> Mapping[Key, torch.Tensor]:
+        """Return ``rows`` of all environments in new memory on the policy's device."""
+        if self._staging is None:
+            return {key: _joined(parts).to(device) for key, parts in rows.items()}
+        for key, place in self._staging.rows(batch).items():
+            _gather(rows[key], place)
+        return self._staging.send()
+
+    def _fetch(self, wrote: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+        """Return what the policy wrote on the CPU."""
+        if self._staging is None:
+            return {key: value.detach().cpu() for key, value in wrote.items()}
+        return self._staging.fetch(wrote)
 
     def _root(self, batch: tuple[int, ...], device: torch.device) -> TensorDictBase:
         """Return a new TensorDict for a ``batch`` of environments, with end flags only."""
@@ -192,6 +224,16 @@ def _joined(rows: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(rows))
 
 
+def _gather(rows: Sequence[Any], value: torch.Tensor) -> None:
+    """Copy ``rows`` into ``value``, one after another; fill up with copies of the first."""
+    begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
+    for row in rows:
+        end = begin + len(row)
+        values[begin:end] = row
+        begin = end
+    values[begin:] = rows[0][:1]
+
+
 def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
     """Copy parts of ``value`` into ``rows``, as many environments as each of these has."""
     begin, values = 0, value if isinstance(rows[0], torch.Tensor) else value.numpy()
@@ -199,27 +241,6 @@ def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
         end = begin + len(row)
         row[...] = values[begin:end]
         begin = end
-
-
-def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
-    """Move rows to the policy's device, from pinned memory where that is faster."""
-    if device.type == "cpu":
-        return value
-    if device.type == "cuda":
-        return value.pin_memory().to(device, non_blocking=True)
-    return value.to(device)
-
-
-def _on_cpu(device: torch.device, values: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-    """Move what the policy wrote to the CPU; on a GPU with one wait for all entries."""
-    if device.type != "cuda":
-        return {key: value.detach().cpu() for key, value in values.items()}
-    found = {}
-    for key, value in values.items():
-        found[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        found[key].copy_(value.detach(), non_blocking=True)
-    torch.cuda.current_stream(device).synchronize()
-    return found
 
 
 def _written(

@@ -416,8 +416,14 @@ def _start(
         provided[STEP_COUNT] = torch.int64
     for key, dtype in provided.items():
         first = int(dtype is torch.bool)
-        start.set(key, torch.full((*root.batch_size, 1), first, dtype=dtype, device=root.device))
+        start.set(key, torch.full((*root.batch_size, 1), first, dtype=dtype, device=_place(root)))
     return start, provided
+
+
+def _place(data: TensorDictBase) -> torch.device:
+    """Return the device of the tensors in ``data``, whether it shows one or not."""
+    held = (each.device for each in data.values(True, True) if isinstance(each, torch.Tensor))
+    return data.device or next(held, torch.device("cpu"))
 
 
 def _with(start: TensorDictBase, first: Mapping[Key, torch.Tensor]) -> TensorDictBase:
@@ -455,7 +461,7 @@ def _first_call(
 
     ``next_state`` returns the state after the call.
     """
-    batch, device = tuple(start.batch_size), start.device or torch.device("cpu")
+    batch, device = tuple(start.batch_size), _place(start)
     states = _declared_states(policy, adapted, given)
     first = {
         key: torch.zeros((*batch, *shape), dtype=dtype, device=device)

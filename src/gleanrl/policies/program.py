@@ -8,7 +8,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct
 from gleanrl.core.window import Array, Window
 from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root, nest
 from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
 from gleanrl.operations.op_recorder import Slot
@@ -72,7 +73,8 @@ class ProgramPolicy:
             call, signature if lower else None, env.batch_shape, device
         )
         """The policy on one TensorDict, for environments that work on one, too."""
-        self._called = _TensorDictOverRows(self.on_tensordict, signature, env, device)
+        called = _StagedOverRows if can_stage(device) else _TensorDictOverRows
+        self._called = called(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
@@ -341,8 +343,11 @@ class _TensorDictOverRows:
         self._shown |= signature.provided
         self._known = known_names(signature)
         self._loads: list[tuple[Any, Key, Sequence[torch.Tensor]]] = []
-        self._stores: list[tuple[Any, Sequence[torch.Tensor], torch.Tensor]] = []
-        self._states: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        written = dict.fromkeys(
+            (*(f.key for f in signature.outputs), *map(next_key, signature.states))
+        )
+        self._likes = [(key, item_name(key), outputs[key]) for key in written]
+        self._targets: list[tuple[Key, Sequence[torch.Tensor]]] = []
 
     def begin(self, window: Window, next_root: Window, last: Mapping[Key, torch.Tensor]) -> None:
         """Bind to the rows of ``window``; ``last``: what others wrote at the step before."""
@@ -353,28 +358,18 @@ class _TensorDictOverRows:
                 self._root.set(item_name(key), value.clone())
         signature, batch = self._signature, self._env.batch_shape
         self._loads = [(item_name(key), key, batch_rows(window, key, batch)) for key in self._shown]
-        self._stores = [
-            (
-                item_name(field.key),
-                batch_rows(window, field.key, batch),
-                signature.trace.outputs[field.key],
-            )
-            for field in signature.outputs
+        self._targets = [
+            (field.key, batch_rows(window, field.key, batch)) for field in signature.outputs
         ]
-        self._states = [
-            (
-                item_name(next_key(key)),
-                (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch)),
-            )
-            for key in signature.states
-        ]
+        for key in signature.states:
+            after = (*batch_rows(window, key, batch)[1:], *batch_rows(next_root, key, batch))
+            self._targets.append((next_key(key), after))
 
     def act(self, t: int) -> None:
         root = self._first() if self.forgets else self._root
         assert root is not None
         shown = []
-        for name, key, rows in self._loads:
-            value = rows[t].to(self._device, self._shown[key], copy=True)
+        for name, value in self._load(t):
             root.set(name, value)
             shown.append((name, value, writes_so_far(value)))
         out = self._policy(root)
@@ -382,13 +377,12 @@ class _TensorDictOverRows:
             root.update(out)
         check_known(root, self._known)
         check_kept(root, shown)
-        for name, rows, like in self._stores:
-            value = root.get(name, None)
+        wrote = {}
+        for key, name, like in self._likes:
+            wrote[key] = value = root.get(name, None)
             if not is_like(value, like):
-                raise wrote_otherwise(as_key(name), value, like)
-            rows[t].copy_(value)
-        for name, rows in self._states:
-            rows[t].copy_(root.get(name))
+                raise wrote_otherwise(key, value, like)
+        self._store(wrote, t)
         after = root.pop(NEXT, None)
         if after is not None:
             for state in self._signature.policy_written_state:
@@ -397,6 +391,18 @@ class _TensorDictOverRows:
                     root.set(item_name(state), value)
         if self._signature.trace.keeps:
             self._root = root.copy()  # the policy keeps the one that it was called on
+
+    def _load(self, t: int) -> Iterable[tuple[Any, torch.Tensor]]:
+        """Return the entries of row ``t``, which the policy may keep."""
+        return [
+            (name, rows[t].to(self._device, self._shown[key], copy=True))
+            for name, key, rows in self._loads
+        ]
+
+    def _store(self, wrote: Mapping[Key, torch.Tensor], t: int) -> None:
+        """Write outputs to row ``t``, and states to the row after it."""
+        for key, rows in self._targets:
+            rows[t].copy_(wrote[key])
 
     def finish(self) -> None:
         self._policy.finish()
@@ -429,6 +435,36 @@ class _TensorDictOverRows:
 
     def _first(self) -> TensorDictBase:
         return env_root(self._env, {}, self._device)
+
+
+class _StagedOverRows(_TensorDictOverRows):
+    """The same for a policy on an accelerator: one copy there and one back per step."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._staging = make_staging(self._signature, self._env, self._device)
+
+    def _load(self, t: int) -> Iterable[tuple[Any, torch.Tensor]]:
+        places = self._staging.rows(self._env.batch_shape)
+        for _, key, rows in self._loads:
+            places[key].copy_(rows[t])
+        sent = self._staging.send()
+        return [(name, sent[key]) for name, key, _ in self._loads]
+
+    def _store(self, wrote: Mapping[Key, torch.Tensor], t: int) -> None:
+        super()._store(self._staging.fetch(wrote), t)
+
+
+def make_staging(signature: PolicySignature, env: EnvLayout, device: torch.device) -> Staging:
+    """Return the memory for what a policy on ``device`` is shown and writes, by key."""
+    outputs, size = signature.trace.outputs, len(env.batch_shape)
+    after = {key: outputs[next_key(key)] for key in signature.states}
+    written = {field.key: (field.shape, field.dtype) for field in signature.outputs}
+    written |= {next_key(key): (value.shape[size:], value.dtype) for key, value in after.items()}
+    shown = {field.key: (field.shape, field.dtype) for field in env.observations}
+    shown |= {key: (value.shape[size:], value.dtype) for key, value in after.items()}
+    shown |= {key: ((1,), dtype) for key, dtype in signature.provided.items()}
+    return Staging(device, shown, written)
 
 
 def known_names(signature: PolicySignature) -> Mapping[str, Any]:
