@@ -23,6 +23,7 @@ from torchrl.envs import (
     GymWrapper,
     InitTracker,
     ObservationNorm,
+    PermuteTransform,
     RewardClipping,
     RewardScaling,
     RewardSum,
@@ -277,15 +278,21 @@ def test_hooks_and_replaced_methods_are_called(build):
     assert "replaced" in assert_equal(build)[0]
 
 
-def stacked():
+def stacked(frames=4):
     column = UnsqueezeTransform(-1, in_keys=SEEN, out_keys=["column"])
-    return Compose(column, CatFrames(4, -1, in_keys=["column"]))
+    return Compose(column, CatFrames(frames, -1, in_keys=["column"]))
+
+
+def turned():
+    """Return stacks that are as wide as they are high, transposed."""
+    return Compose(stacked(3), PermuteTransform((-1, -2), in_keys=["column"]))
 
 
 STATEFUL = [
     lambda: VecNormV2(in_keys=[*SEEN, "reward"], decay=0.9),
     lambda: VecNorm(in_keys=SEEN, decay=0.9, new_api=False),
     stacked,
+    turned,
     lambda: TimeMaxPool(in_keys=SEEN, T=3),
 ]
 

@@ -104,8 +104,6 @@ _LOGICAL: dict[str, np.ufunc] = {
 _EXACT = (torch.float32, torch.float64, torch.int64)
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
 _EACH = "_foreach_"
-# These have no ``out``.
-_WITHOUT_OUT = {"roll"}
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
 # These leave nothing of what was there before.
@@ -167,6 +165,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Where tensors lie that replays change, and read at the next replay."""
         self._constants: set[int] = set()
         """Where tensors lie that somebody watches."""
+        self._copies: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """The steps that copy, their results and what they copy, by place of the results."""
         self.first: dict[str, torch.Tensor] = {}
         """What each operation gave when it was recorded first, by its name."""
 
@@ -194,6 +194,20 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
                 needed.update(step.reads)
                 kept.append(step)
         self._steps[mark[0] :] = reversed(kept)
+
+    def original(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the state that ``value`` is a copy of, if both are alike after a replay.
+
+        Else return ``value``.
+        """
+        if _place(value) not in self._copies:
+            return value
+        index, copy, state = self._copies[_place(value)]
+        later, place = self._steps[index + 1 :], _place(state)
+        written = any(_place(copy) in (step.writes or ()) for step in later)
+        changed = any(step.writes is None and place in step.reads for step in later)
+        same = _form(value) == _form(copy) and state.dtype is value.dtype
+        return state if same and place in self._states and not written | changed else value
 
     def add(
         self,
@@ -358,9 +372,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             name, args = "add", (total, top)
             given.update(map(_place, args))
         if name in ("clone", "_to_copy"):
+            self._copies[_place(result)] = (len(self._steps), result, args[0])
             return partial(result.copy_, args[0])
-        if name in _WITHOUT_OUT:
-            return partial(_copy_result, partial(func, *args, **kwargs), result)
+        if name == "roll":  # has no ``out``
+            return _rolling(func, args, result)
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
         return call if call is not None and _repeats(call, _tensors(result)) else None
 
@@ -404,6 +419,10 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
@@ -414,6 +433,22 @@ def _detached(value: Any) -> Any:
 
 def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
     result.copy_(call())
+
+
+def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable[[], Any]:
+    """Return what rolls into ``result``: two copies if it rolls one dimension."""
+    rolled, shifts, dims = (*args, [])[:3]
+    if len(shifts) != 1 or len(dims) != 1 or not rolled.numel():
+        return partial(_copy_result, partial(func, *args), result)
+    dim, size = dims[0], rolled.shape[dims[0]]
+    parts = [shifts[0] % size, size - shifts[0] % size]
+    pairs = zip(result.split(parts, dim), reversed(rolled.split(parts[::-1], dim)), strict=True)
+    return partial(_copy_pairs, list(pairs))
+
+
+def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for to, value in pairs:
+        to.copy_(value)
 
 
 def _nothing() -> None:
