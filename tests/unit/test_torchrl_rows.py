@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
 from torch import nn
+from torchrl.data import Bounded, Composite
 from torchrl.envs import (
     BinarizeReward,
     CatFrames,
@@ -37,7 +38,16 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
-from torchrl_rig import BY_PARTS, SEEN, assert_equal, collected, policy, toy
+from torchrl.modules import RandomPolicy as TheirRandomPolicy
+from torchrl_rig import (
+    BY_PARTS,
+    SEEN,
+    assert_equal,
+    assert_like_torchrl,
+    collected,
+    policy,
+    toy,
+)
 
 import gleanrl
 from gleanrl import Collector, EnvError, MultiSyncCollector
@@ -87,6 +97,48 @@ BUILDS = (toy, single, around, inside, ours, both, nested)
 def test_parts_give_what_the_environment_gives(build, actor):
     explained = assert_equal(build, actor=actor)
     assert all(BY_PARTS in text for text in explained)
+
+
+def halved(env, collector):
+    """Have a random policy draw from half the range."""
+    policy, spec = collector.policy, env.action_spec
+    half = Bounded(-0.5, 0.5, shape=spec.shape, dtype=spec.dtype)
+    whole = isinstance(policy.action_spec, Composite)
+    policy.action_spec = Composite(action=half, shape=env.batch_size) if whole else half
+
+
+@pytest.mark.parametrize("spec", ["action_spec", "full_action_spec"])
+@pytest.mark.parametrize("kind", [TheirRandomPolicy, gleanrl.RandomPolicy])
+@pytest.mark.parametrize("build", [single, around])
+def test_random_policies_draw_from_their_spec_without_tensordicts(build, kind, spec):
+    def actor():
+        return kind(getattr(build(), spec))
+
+    assert_like_torchrl(build, actor)
+    explained = assert_equal(build, actor=actor, change=halved)
+    assert all("drawn from a spec" in text and BY_PARTS in text for text in explained)
+
+
+def test_a_random_policy_that_does_more_is_called():
+    class Loud(TheirRandomPolicy):
+        def __call__(self, td):
+            return super().__call__(td).set("loud", torch.ones(()))
+
+    explained = assert_equal(single, actor=lambda: Loud(single().action_spec))
+    assert "drawn from a spec" not in explained[0]
+
+
+def test_a_random_policy_whose_spec_no_longer_fits_is_an_error():
+    def wider(env, collector):
+        collector.policy.action_spec = Bounded(-1, 1, shape=(3,))
+
+    with pytest.raises(gleanrl.PolicyError, match="another spec"):
+        collected(
+            single,
+            fast=True,
+            actor=lambda: TheirRandomPolicy(single().action_spec),
+            change=wider,
+        )
 
 
 @pytest.mark.parametrize("build", [toy, lambda: TransformedEnv(SerialEnv(3, toy), RewardSum())])
