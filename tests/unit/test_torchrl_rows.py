@@ -1,6 +1,7 @@
 """TorchRL's environments are stepped by their parts only where that is the same, bit for bit."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
@@ -531,3 +532,12 @@ def test_seconds_of_resets_do_not_run_back_where_transforms_are_recorded_again()
         change=change,
     )
     assert min(shares) > 0
+
+
+def test_collectors_built_in_two_threads_at_once_step_by_parts():
+    def built(_):
+        with Collector(single(), None, frames_per_batch=7) as collector:
+            return collector.explain()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(BY_PARTS in text for text in threads.map(built, range(4)))

@@ -441,9 +441,12 @@ def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable
     if len(shifts) != 1 or len(dims) != 1 or not rolled.numel():
         return partial(_copy_result, partial(func, *args), result)
     dim, size = dims[0], rolled.shape[dims[0]]
-    parts = [shifts[0] % size, size - shifts[0] % size]
-    pairs = zip(result.split(parts, dim), reversed(rolled.split(parts[::-1], dim)), strict=True)
-    return partial(_copy_pairs, list(pairs))
+    first = shifts[0] % size
+    pairs = [
+        (result.narrow(dim, 0, first), rolled.narrow(dim, size - first, first)),
+        (result.narrow(dim, first, size - first), rolled.narrow(dim, 0, size - first)),
+    ]
+    return partial(_copy_pairs, pairs)
 
 
 def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -215,7 +215,7 @@ def _source(policy: Any, field: Field, batch: tuple[int, ...]) -> Callable[[], t
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
-    return partial(spec.rand, lead) if lead else spec.rand  # type: ignore[no-any-return]
+    return partial(spec.rand, lead) if lead else spec.rand
 
 
 def _spec_of(policy: Any, key: Key) -> Any:
