@@ -406,7 +406,9 @@ def only_collecting(script: Script) -> Script:
     return replace(script, arguments=arguments, constants={**script.constants, **many})
 
 
-def run(script: Script, checkout: Path, library: str, seconds: float, alone: bool) -> Result:
+def run(
+    script: Script, checkout: Path, library: str, seconds: float, alone: bool = False
+) -> Result:
     """Run a script until it ends or has collected for ``seconds``; ``alone``: it only collects."""
     if alone:
         script = only_collecting(script)
