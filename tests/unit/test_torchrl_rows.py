@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import transforms
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
 from torch import nn
@@ -39,6 +39,7 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
+from torchrl.modules import MLP, EGreedyModule, QValueActor
 from torchrl.modules import RandomPolicy as TheirRandomPolicy
 from torchrl_rig import (
     BY_PARTS,
@@ -118,6 +119,37 @@ def test_random_policies_draw_from_their_spec_without_tensordicts(build, kind, s
     assert_like_torchrl(build, actor)
     explained = assert_equal(build, actor=actor, change=halved)
     assert all("drawn from a spec" in text and BY_PARTS in text for text in explained)
+
+
+def greedy(spec):
+    """Return a policy that acts at random in half of its steps."""
+    torch.manual_seed(1)
+    net = MLP(4, spec.shape[-1] if spec.dtype is not torch.int64 else 2, num_cells=[8])
+    values = QValueActor(net, in_keys=SEEN, spec=spec)
+    return TensorDictSequential(values, EGreedyModule(spec=spec, eps_init=0.5))
+
+
+def annealed(env, collector):
+    collector.policy[1].step(300)
+
+
+def narrowed(env, collector):
+    """Have the module draw the first action only, by a mask in its spec."""
+    collector.policy[1].spec["action"].update_mask(torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("change", [annealed, narrowed])
+@pytest.mark.parametrize("categorical", [False, True])
+def test_epsilon_greedy_actions_are_recorded(categorical, change):
+    def build():
+        return GymEnv("CartPole-v1", categorical_action_encoding=categorical)
+
+    def actor():
+        return greedy(build().action_spec)
+
+    assert_like_torchrl(build, actor)
+    explained = assert_equal(build, actor=actor, change=change, rounds=4)
+    assert "EGreedyModule: tensor calls" in explained[0]
 
 
 def test_a_random_policy_that_does_more_is_called():

@@ -103,6 +103,13 @@ _LOGICAL: dict[str, np.ufunc] = {
 """What makes flags of flags, or of numbers that have one dtype."""
 _EXACT = (torch.float32, torch.float64, torch.int64)
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+_ATEN = torch.ops.aten
+_WITH_GENERATOR = {
+    _ATEN.rand.default: _ATEN.rand.generator,
+    _ATEN.randint.default: _ATEN.randint.generator,
+    _ATEN.randint.low: _ATEN.randint.low_generator,
+}
+"""What makes tensors of draws, with a generator."""
 _EACH = "_foreach_"
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
@@ -125,13 +132,14 @@ class OwnStream(TorchDispatchMode):
         Raises:
             Unknown: it draws, and takes no generator.
         """
-        return func(*args, **self._drawing(func, kwargs or {}))
+        return self._drawn(func, args, kwargs or {})
 
-    def _drawing(self, func: Any, kwargs: Any) -> Any:
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
-            return kwargs
+            return func(*args, **kwargs)
+        func = _WITH_GENERATOR.get(func, func)
         require(any(argument.name == "generator" for argument in func._schema.arguments))
-        return {**kwargs, "generator": self.stream}
+        return func(*args, **kwargs, generator=self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +292,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self._write(func, args, kwargs, given if varies else None)
         if varies:
             self._read |= given
-        result = func(*args, **self._drawing(func, kwargs))
+        result = self._drawn(func, args, kwargs)
         if writes:
             return result
         results = _tensors(result)
@@ -298,7 +306,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self.complete = self.complete and call is not None and 0 not in fresh
             self._changing.update(fresh)
             if call is not None:
-                self.add(call, given, fresh)
+                self.add(call, given, None if draws else fresh)
         return result
 
     def _each(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -359,6 +367,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self.add(noise.exponential_)
             self.add(partial(torch.div, args[0], noise, out=noise), {_place(args[0])})
             return partial(torch.argmax, noise, -1, True, out=result)
+        if name == "rand":
+            return partial(result.uniform_)
+        if name == "randint":
+            return partial(result.random_, *([0] if len(args) == 2 else []), *args[:-1])
         if not _UNKNOWN.isdisjoint(func.tags):
             return None
         if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
