@@ -1,6 +1,6 @@
 """Runs TorchRL's own scripts with only the collector's import changed, beside TorchRL's collector.
 
-``python -m tools.torchrl_scripts PATH [-k TEXT] [--only gleanrl|torchrl] [--json FILE]``
+``python -m tools.torchrl_scripts PATH [-k TEXT] [--only gleanrl|torchrl] [--alone] [--json FILE]``
 
 PATH is a checkout of TorchRL. Each script runs in a temporary copy of its directory that imports
 collectors from GleanRL (``tools.rebind``), with a budget small enough to run in seconds. A budget
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,10 @@ from tools.rebind import environment, rebind
 LIBRARIES = ("gleanrl", "torchrl")
 REPORT, LIMIT, OWNER = "GLEANRL_REPORT", "GLEANRL_REPORT_SECONDS", "GLEANRL_REPORT_OWNER"
 """Environment variables: file of the report, seconds to collect, id of the process that reports."""
+ALONE = "GLEANRL_REPORT_ALONE"
+"""Environment variable: the script gets no batch, its collector collects one after the other."""
 _STARTUP_S = 120.0
+_BUDGETS = ("total_frames", "n_iters")
 _ERROR = re.compile(r"\s*[\w.]*(Error|Exception|Died|Exit|Timeout)\b")
 Edits = tuple[tuple[str, str], ...]
 
@@ -238,11 +241,12 @@ SCRIPTS: tuple[Script, ...] = (
 class Meter:
     """Counts the frames that the collectors of a process deliver, and the time it waits for them.
 
-    The first batch is not counted: workers start and programs are built on its way.
+    The first batch is not counted: workers start and programs are built on its way. Neither are
+    random frames before the policy's, if a script only collects.
     """
 
-    def __init__(self, path: Path, limit: float) -> None:
-        self._path, self._limit = path, limit
+    def __init__(self, path: Path, limit: float, alone: bool) -> None:
+        self._path, self._limit, self._alone = path, limit, alone
         self._frames, self._waited = 0, 0.0
         self._begun = self._inside = False
         self._background: list[tuple[Any, float, int]] = []
@@ -250,21 +254,25 @@ class Meter:
     def iterate(self, method: Callable[[Any], Iterator[Any]], collector: Any) -> Iterator[Any]:
         """Yield batches and time each; those of a collector within another are not counted."""
         batches = iter(method(collector))
+        random = getattr(collector, "init_random_frames", 0) or 0 if self._alone else 0
         while True:
             outermost, self._inside = not self._inside, True
             start = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
+                if outermost and self._alone:
+                    self._stop()
                 return
             finally:
                 self._inside = not outermost
             if outermost and self._begun:
                 self._frames += _frames(batch, collector)
                 self._waited += time.perf_counter() - start
-            elif outermost:
+            elif outermost and (random := random - _frames(batch, collector)) <= 0:
                 self._begin()
-            yield batch
+            if not (outermost and self._alone):
+                yield batch
 
     def start(self, method: Callable[..., Any], collector: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that ``collector`` fills its buffer in the background from now on."""
@@ -343,7 +351,8 @@ def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 if REPORT in os.environ and os.environ.setdefault(OWNER, str(os.getpid())) == str(os.getpid()):
-    _meter = Meter(Path(os.environ[REPORT]), float(os.environ[LIMIT]))
+    _limit, _alone = float(os.environ[LIMIT]), bool(os.environ.get(ALONE))
+    _meter = Meter(Path(os.environ[REPORT]), _limit, _alone)
     _meter.install()
     atexit.register(_meter.write)
 
@@ -390,14 +399,26 @@ def _metered(source: str) -> str:
     return f"{head}{future.rstrip()}; import tools.torchrl_scripts\n{rest}"
 
 
-def run(script: Script, checkout: Path, library: str, seconds: float) -> Result:
-    """Run a script until it ends or has collected for ``seconds``."""
+def only_collecting(script: Script) -> Script:
+    """Return ``script`` with a budget for a collector that is never waited for."""
+    arguments = re.sub(rf"\b({'|'.join(_BUDGETS)})=(\d+)", r"\1=\g<2>000", script.arguments)
+    many = {name: f"{value}000" for name, value in script.constants.items() if name in _BUDGETS}
+    return replace(script, arguments=arguments, constants={**script.constants, **many})
+
+
+def run(
+    script: Script, checkout: Path, library: str, seconds: float, alone: bool = False
+) -> Result:
+    """Run a script until it ends or has collected for ``seconds``; ``alone``: it only collects."""
+    if alone:
+        script = only_collecting(script)
     with tempfile.TemporaryDirectory(prefix="torchrl-scripts-") as name:
         path, kept = prepare(script, checkout, Path(name), library)
         report, output = Path(name) / "report.json", Path(name) / "output.txt"
         command = [sys.executable, path.name, *script.arguments.split()]
         quiet = {"SDL_VIDEODRIVER": "dummy", "MPLBACKEND": "Agg", "WANDB_MODE": "disabled"}
         metered = {"HYDRA_FULL_ERROR": "1", REPORT: str(report), LIMIT: str(seconds)}
+        metered |= {ALONE: "1"} if alone else {}
         options: dict[str, Any] = {"cwd": path.parent, "env": environment(**quiet, **metered)}
         options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         code: int | None = None
@@ -426,13 +447,15 @@ def rate(ended: str, collecting: float | None) -> str:
     return f"{collecting:,.0f}" if collecting else "ran"
 
 
-def compare(script: Script, checkout: Path, libraries: list[str], seconds: float) -> dict[str, Any]:
+def compare(
+    script: Script, checkout: Path, libraries: list[str], seconds: float, alone: bool
+) -> dict[str, Any]:
     """Run a script with each library, print a row of the table, and return its entry."""
     absent = [name for name in script.needs if importlib.util.find_spec(name) is None]
     if absent:
         print(f"{script.path:66.66}  needs {', '.join(absent)}")
         return {"script": script.path, "needs": absent}
-    results = {name: run(script, checkout, name, seconds) for name in libraries}
+    results = {name: run(script, checkout, name, seconds, alone) for name in libraries}
     cells = "  ".join(f"{rate(each.ended, each.collecting):>14}" for each in results.values())
     print(f"{script.path:66.66}  {cells}", flush=True)
     for name, result in results.items():
@@ -450,12 +473,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-k", default="", metavar="TEXT", help="only scripts whose path has TEXT")
     parser.add_argument("--only", choices=LIBRARIES, help="one library instead of both")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long a script collects")
+    parser.add_argument("--alone", action="store_true", help="scripts collect, and do not learn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results to FILE")
     given = parser.parse_args(arguments)
     libraries = [given.only] if given.only else list(LIBRARIES)
     print(f"{'frames per second of collecting':66}  {'  '.join(f'{x:>14}' for x in libraries)}")
     chosen = [script for script in SCRIPTS if given.k in script.path]
-    rows = [compare(script, given.path, libraries, given.seconds) for script in chosen]
+    options = (given.path, libraries, given.seconds, given.alone)
+    rows = [compare(script, *options) for script in chosen]
     if given.json:
         given.json.write_text(json.dumps({**origin(), "scripts": rows}, indent=1) + "\n")
     ran = [[Result(**row[x]).ran if x in row else None for x in LIBRARIES] for row in rows]

@@ -1,16 +1,18 @@
 """TorchRL's environments are stepped by their parts only where that is the same, bit for bit."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from benchmarks import transforms
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
 from torch import nn
+from torchrl.data import Bounded, Composite
 from torchrl.envs import (
     BinarizeReward,
     CatFrames,
@@ -23,6 +25,7 @@ from torchrl.envs import (
     GymWrapper,
     InitTracker,
     ObservationNorm,
+    PermuteTransform,
     RewardClipping,
     RewardScaling,
     RewardSum,
@@ -36,7 +39,17 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
-from torchrl_rig import BY_PARTS, SEEN, assert_equal, collected, policy, toy
+from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.modules import RandomPolicy as TheirRandomPolicy
+from torchrl_rig import (
+    BY_PARTS,
+    SEEN,
+    assert_equal,
+    assert_like_torchrl,
+    collected,
+    policy,
+    toy,
+)
 
 import gleanrl
 from gleanrl import Collector, EnvError, MultiSyncCollector
@@ -86,6 +99,79 @@ BUILDS = (toy, single, around, inside, ours, both, nested)
 def test_parts_give_what_the_environment_gives(build, actor):
     explained = assert_equal(build, actor=actor)
     assert all(BY_PARTS in text for text in explained)
+
+
+def halved(env, collector):
+    """Have a random policy draw from half the range."""
+    policy, spec = collector.policy, env.action_spec
+    half = Bounded(-0.5, 0.5, shape=spec.shape, dtype=spec.dtype)
+    whole = isinstance(policy.action_spec, Composite)
+    policy.action_spec = Composite(action=half, shape=env.batch_size) if whole else half
+
+
+@pytest.mark.parametrize("spec", ["action_spec", "full_action_spec"])
+@pytest.mark.parametrize("kind", [TheirRandomPolicy, gleanrl.RandomPolicy])
+@pytest.mark.parametrize("build", [single, around])
+def test_random_policies_draw_from_their_spec_without_tensordicts(build, kind, spec):
+    def actor():
+        return kind(getattr(build(), spec))
+
+    assert_like_torchrl(build, actor)
+    explained = assert_equal(build, actor=actor, change=halved)
+    assert all("drawn from a spec" in text and BY_PARTS in text for text in explained)
+
+
+def greedy(spec):
+    """Return a policy that acts at random in half of its steps."""
+    torch.manual_seed(1)
+    net = MLP(4, spec.shape[-1] if spec.dtype is not torch.int64 else 2, num_cells=[8])
+    values = QValueActor(net, in_keys=SEEN, spec=spec)
+    return TensorDictSequential(values, EGreedyModule(spec=spec, eps_init=0.5))
+
+
+def annealed(env, collector):
+    collector.policy[1].step(300)
+
+
+def narrowed(env, collector):
+    """Have the module draw the first action only, by a mask in its spec."""
+    collector.policy[1].spec["action"].update_mask(torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("change", [annealed, narrowed])
+@pytest.mark.parametrize("categorical", [False, True])
+def test_epsilon_greedy_actions_are_recorded(categorical, change):
+    def build():
+        return GymEnv("CartPole-v1", categorical_action_encoding=categorical)
+
+    def actor():
+        return greedy(build().action_spec)
+
+    assert_like_torchrl(build, actor)
+    explained = assert_equal(build, actor=actor, change=change, rounds=4)
+    assert "EGreedyModule: tensor calls" in explained[0]
+
+
+def test_a_random_policy_that_does_more_is_called():
+    class Loud(TheirRandomPolicy):
+        def __call__(self, td):
+            return super().__call__(td).set("loud", torch.ones(()))
+
+    explained = assert_equal(single, actor=lambda: Loud(single().action_spec))
+    assert "drawn from a spec" not in explained[0]
+
+
+def test_a_random_policy_whose_spec_no_longer_fits_is_an_error():
+    def wider(env, collector):
+        collector.policy.action_spec = Bounded(-1, 1, shape=(3,))
+
+    with pytest.raises(gleanrl.PolicyError, match="another spec"):
+        collected(
+            single,
+            fast=True,
+            actor=lambda: TheirRandomPolicy(single().action_spec),
+            change=wider,
+        )
 
 
 @pytest.mark.parametrize("build", [toy, lambda: TransformedEnv(SerialEnv(3, toy), RewardSum())])
@@ -277,15 +363,21 @@ def test_hooks_and_replaced_methods_are_called(build):
     assert "replaced" in assert_equal(build)[0]
 
 
-def stacked():
+def stacked(frames=4):
     column = UnsqueezeTransform(-1, in_keys=SEEN, out_keys=["column"])
-    return Compose(column, CatFrames(4, -1, in_keys=["column"]))
+    return Compose(column, CatFrames(frames, -1, in_keys=["column"]))
+
+
+def turned():
+    """Return stacks that are as wide as they are high, transposed."""
+    return Compose(stacked(3), PermuteTransform((-1, -2), in_keys=["column"]))
 
 
 STATEFUL = [
     lambda: VecNormV2(in_keys=[*SEEN, "reward"], decay=0.9),
     lambda: VecNorm(in_keys=SEEN, decay=0.9, new_api=False),
     stacked,
+    turned,
     lambda: TimeMaxPool(in_keys=SEEN, T=3),
 ]
 
@@ -472,3 +564,12 @@ def test_seconds_of_resets_do_not_run_back_where_transforms_are_recorded_again()
         change=change,
     )
     assert min(shares) > 0
+
+
+def test_collectors_built_in_two_threads_at_once_step_by_parts():
+    def built(_):
+        with Collector(single(), None, frames_per_batch=7) as collector:
+            return collector.explain()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(BY_PARTS in text for text in threads.map(built, range(4)))

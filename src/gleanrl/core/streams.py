@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +18,39 @@ _legacy: Any = np.random
 """The swap functions are public but missing from numpy's type stubs."""
 
 
+_turns = [threading.RLock()]
+"""The lock of the thread that may change random states for a while."""
+_TURN_S = 60.0
+"""Seconds after which a thread no longer waits for this lock."""
+
+
+def _new_turn() -> None:
+    """Replace the lock in a forked child, which has no other thread to release it."""
+    _turns[:] = [threading.RLock()]
+
+
+os.register_at_fork(after_in_child=_new_turn)
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore the random states of torch, numpy and Python after the body.
 
-    Accelerators are included if they were in use before.
+    Accelerators are included if they were in use before. Bodies in several threads run one after
+    the other: one that compares what is drawn would see the numbers that another one draws.
     """
+    (turn,) = _turns
+    taken = turn.acquire(timeout=_TURN_S)
+    try:
+        with _restored():
+            yield
+    finally:
+        if taken:
+            turn.release()
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
     torch_state, device_states = torch.get_rng_state(), _device_states()
     python_state, numpy_state = random.getstate(), _legacy.get_state(legacy=False)
     try:

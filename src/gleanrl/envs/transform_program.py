@@ -94,6 +94,7 @@ def record(
             found = called if method.only is None else {**current, **called}
         current = found
     passed = {value.data_ptr() for value in before.values()}
+    current = {key: ops.original(value) for key, value in current.items()}
     with ops:  # rows of the step before are replaced before all results are copied out of them
         current = {k: v.clone() if v.data_ptr() in passed else v for k, v in current.items()}
     ops.prune((0, 0), current.values())

@@ -9,6 +9,7 @@ layers                              memory of weights and buffers; their values 
 ``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
 ``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
 ``QValueModule``                    ``action_space``, ``action_mask_key``, keys
+``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
 distributions                       classes of all that an instance is built of; bounds by value
 sequences and wrappers              ``_modules``, keys, flags
 the surroundings                    default dtype, ``composite_lp_aggregate``, functions of torch
@@ -21,6 +22,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,9 @@ _NOT_READ = {
 }
 _DICTS = dict
 _LISTS = (list, tuple, set, frozenset, deque)
+_SPECS = "torchrl.data."
+_FIXED = (bool, int, float, str, torch.device, torch.dtype, torch.Size, type(None), MethodType)
+"""What a spec holds that cannot change."""
 _MAX_LENGTH = 1024
 """What holds more is not compared at every rollout."""
 
@@ -106,6 +111,33 @@ class Watch:
                 if not is_genuine(cls):
                     for value in vars(cls).values():
                         self.hold(value)
+
+    def add_spec(self, value: Any) -> None:
+        """Remember ``value``, a spec of TorchRL's or a part of one, with all that it consists of.
+
+        Raises:
+            Unwatchable: a part is of no class of a library.
+        """
+        if id(value) in self._seen or isinstance(value, _FIXED):
+            return
+        parts: Collection[Any] = ()
+        if isinstance(value, (torch.Tensor, *_LISTS, _DICTS)):
+            self.hold(value)
+            if not isinstance(value, torch.Tensor):
+                parts = value.values() if isinstance(value, _DICTS) else value
+        else:
+            kind, state = type(value), vars(value)
+            if not (kind.__module__.startswith(_SPECS) and all(map(is_genuine, kind.__mro__[:-1]))):
+                raise Unwatchable(f"{kind.__name__} in a spec is not TorchRL's")
+            self._seen[id(value)] = value
+            self.add_class(kind)
+            self._objects.append(value)
+            self._kinds.append(kind)
+            self._states.append(state)
+            self._part(state.values())
+            parts = state.values()
+        for part in parts:
+            self.add_spec(part)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

@@ -103,9 +103,14 @@ _LOGICAL: dict[str, np.ufunc] = {
 """What makes flags of flags, or of numbers that have one dtype."""
 _EXACT = (torch.float32, torch.float64, torch.int64)
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+_ATEN = torch.ops.aten
+_WITH_GENERATOR = {
+    _ATEN.rand.default: _ATEN.rand.generator,
+    _ATEN.randint.default: _ATEN.randint.generator,
+    _ATEN.randint.low: _ATEN.randint.low_generator,
+}
+"""What makes tensors of draws, with a generator."""
 _EACH = "_foreach_"
-# These have no ``out``.
-_WITHOUT_OUT = {"roll"}
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
 # These leave nothing of what was there before.
@@ -127,13 +132,14 @@ class OwnStream(TorchDispatchMode):
         Raises:
             Unknown: it draws, and takes no generator.
         """
-        return func(*args, **self._drawing(func, kwargs or {}))
+        return self._drawn(func, args, kwargs or {})
 
-    def _drawing(self, func: Any, kwargs: Any) -> Any:
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
-            return kwargs
+            return func(*args, **kwargs)
+        func = _WITH_GENERATOR.get(func, func)
         require(any(argument.name == "generator" for argument in func._schema.arguments))
-        return {**kwargs, "generator": self.stream}
+        return func(*args, **kwargs, generator=self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """Where tensors lie that replays change, and read at the next replay."""
         self._constants: set[int] = set()
         """Where tensors lie that somebody watches."""
+        self._copies: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """The steps that copy, their results and what they copy, by place of the results."""
         self.first: dict[str, torch.Tensor] = {}
         """What each operation gave when it was recorded first, by its name."""
 
@@ -194,6 +202,20 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
                 needed.update(step.reads)
                 kept.append(step)
         self._steps[mark[0] :] = reversed(kept)
+
+    def original(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the state that ``value`` is a copy of, if both are alike after a replay.
+
+        Else return ``value``.
+        """
+        if _place(value) not in self._copies:
+            return value
+        index, copy, state = self._copies[_place(value)]
+        later, place = self._steps[index + 1 :], _place(state)
+        written = any(_place(copy) in (step.writes or ()) for step in later)
+        changed = any(step.writes is None and place in step.reads for step in later)
+        same = _form(value) == _form(copy) and state.dtype is value.dtype
+        return state if same and place in self._states and not written | changed else value
 
     def add(
         self,
@@ -270,7 +292,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self._write(func, args, kwargs, given if varies else None)
         if varies:
             self._read |= given
-        result = func(*args, **self._drawing(func, kwargs))
+        result = self._drawn(func, args, kwargs)
         if writes:
             return result
         results = _tensors(result)
@@ -284,7 +306,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self.complete = self.complete and call is not None and 0 not in fresh
             self._changing.update(fresh)
             if call is not None:
-                self.add(call, given, fresh)
+                self.add(call, given, None if draws else fresh)
         return result
 
     def _each(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -345,6 +367,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self.add(noise.exponential_)
             self.add(partial(torch.div, args[0], noise, out=noise), {_place(args[0])})
             return partial(torch.argmax, noise, -1, True, out=result)
+        if name == "rand":
+            return partial(result.uniform_)
+        if name == "randint":
+            return partial(result.random_, *([0] if len(args) == 2 else []), *args[:-1])
         if not _UNKNOWN.isdisjoint(func.tags):
             return None
         if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
@@ -358,9 +384,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             name, args = "add", (total, top)
             given.update(map(_place, args))
         if name in ("clone", "_to_copy"):
+            self._copies[_place(result)] = (len(self._steps), result, args[0])
             return partial(result.copy_, args[0])
-        if name in _WITHOUT_OUT:
-            return partial(_copy_result, partial(func, *args, **kwargs), result)
+        if name == "roll":  # has no ``out``
+            return _rolling(func, args, result)
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
         return call if call is not None and _repeats(call, _tensors(result)) else None
 
@@ -404,6 +431,10 @@ def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
@@ -414,6 +445,25 @@ def _detached(value: Any) -> Any:
 
 def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
     result.copy_(call())
+
+
+def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable[[], Any]:
+    """Return what rolls into ``result``: two copies if it rolls one dimension."""
+    rolled, shifts, dims = (*args, [])[:3]
+    if len(shifts) != 1 or len(dims) != 1 or not rolled.numel():
+        return partial(_copy_result, partial(func, *args), result)
+    dim, size = dims[0], rolled.shape[dims[0]]
+    first = shifts[0] % size
+    pairs = [
+        (result.narrow(dim, 0, first), rolled.narrow(dim, size - first, first)),
+        (result.narrow(dim, first, size - first), rolled.narrow(dim, 0, size - first)),
+    ]
+    return partial(_copy_pairs, pairs)
+
+
+def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for to, value in pairs:
+        to.copy_(value)
 
 
 def _nothing() -> None:

@@ -36,8 +36,18 @@ _HARMLESS = {"__init__", "__module__", "__doc__", "__qualname__", "__annotations
 _HARMLESS |= {"__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
 _HARMLESS |= {"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__str__"}
 _HARMLESS |= {"extra_repr", "train", "eval", "reset_parameters", "__getstate__", "__setstate__"}
-_LIBRARIES = ("torch", "tensordict", "torchrl", "gleanrl", "typing_extensions", "warnings")
+_LIBRARIES = (
+    "torch",
+    "tensordict",
+    "torchrl",
+    "gleanrl",
+    "typing_extensions",
+    "warnings",
+    "pyvers",
+)
 _LAYERS = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
+_VERSIONED = "pyvers.implement_for._RegisterableFunction"
+"""How TorchRL has methods for several versions of a library."""
 _BUILT_IN = ("builtins", "typing", "abc")
 
 
@@ -67,6 +77,8 @@ def _is_librarys(value: Any) -> bool:
     if isinstance(value, property):
         return all(_is_librarys(one) for one in (value.fget, value.fset) if one is not None)
     value = getattr(value, "__func__", value)
+    if qualified(type(value)) == _VERSIONED:
+        value = value.__wrapped__
     if not isinstance(value, FunctionType):
         return isinstance(value, type) or not callable(value)
     # Not ``__module__``, which wrappers copy.

@@ -52,6 +52,9 @@ _DROPPED: Key = ("_",)
 # Their package is not imported here.
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
+_GREEDY = "torchrl.modules.tensordict_module.exploration.EGreedyModule"
+_COMPOSITE = "torchrl.data.tensor_specs.Composite"
+_CHOICES = {f"torchrl.data.tensor_specs.{name}" for name in ("Categorical", "OneHot")}
 
 
 @dataclass(slots=True)
@@ -214,12 +217,23 @@ class _Recording:
             params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
             _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         else:
-            require(qualified(type(module)) == _Q_VALUES and is_plain(module))
+            require(qualified(type(module)) in (_Q_VALUES, _GREEDY) and is_plain(module))
             require(vars(module).get("action_mask_key") is None)
+            if qualified(type(module)) == _GREEDY:
+                self._watch_choices(module)
             written = self._record(unit, module, reads)
         self._ops.prune(mark, written.values())
         self._prove_equal(module, reads, written, self._ops.calls(mark))
         return written
+
+    def _watch_choices(self, module: Any) -> None:
+        """Watch the spec from which ``module`` draws; its epsilon is read at every step."""
+        self._ops.changing(module.buffers())
+        spec = vars(module)["_spec"]
+        require(qualified(type(spec)) == _COMPOSITE)
+        choices = spec[module.action_key]
+        require(qualified(type(choices)) in _CHOICES and choices.mask is None)
+        self._watch.add_spec(spec)
 
     def _tensors(
         self,

@@ -15,6 +15,10 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
+from gleanrl.operations.proofs import is_genuine, qualified
+
+TORCHRL_RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
+"""TorchRL's class of this name."""
 
 
 class RandomPolicy:
@@ -140,23 +144,35 @@ class RandomActions:
 class SpecActions(RandomActions):
     """A `Policy` that draws from specs of the user's."""
 
-    def __init__(self, policy: RandomPolicy, env: EnvLayout) -> None:
-        """Draw actions for ``env`` as calling ``policy`` does.
+    def __init__(self, policy: Any, env: EnvLayout) -> None:
+        """Draw actions for ``env`` as calling ``policy``, which has a spec, does.
 
         Raises:
             PolicyError: its spec does not fit the environment's actions.
         """
         super().__init__({}, env)
-        self.inner = policy
-        self._sources = [(field, _source(policy, field, env.batch_shape)) for field in env.actions]
+        self.inner, self._env = policy, env
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
+        self._bind(None)
+
+    def _bind(self, window: Window | None) -> None:
+        """Find the specs, which the user may replace between rollouts, and rows of ``window``."""
+        policy, env = self.inner, self._env
+        if not (isinstance(policy, RandomPolicy) or only_draws(policy, env)):
+            raise PolicyError(
+                f"this RandomPolicy was made for actions of {env.batch_shape} environments, and "
+                "has another spec or other methods now: make another collector for it"
+            )
+        for field in env.actions:
+            draw = _source(policy, field, env.batch_shape)
+            if window is not None:
+                rows = window.tensor_rows(field.key)
+                self._rows.append((draw, (self._envs, *field.shape), rows))
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``."""
-        self._rows = [
-            (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
-            for field, draw in self._sources
-        ]
+        self._rows.clear()
+        self._bind(window)
 
     def act(self, t: int) -> None:
         """Write actions into row ``t``, as a call of the user's policy does."""
@@ -164,9 +180,31 @@ class SpecActions(RandomActions):
             rows[t].copy_(draw().view(shape))
 
 
-def _source(
-    policy: RandomPolicy, field: Field, batch: tuple[int, ...]
-) -> Callable[[], torch.Tensor]:
+def only_draws(policy: Any, env: EnvLayout) -> bool:
+    """Tell whether a call of ``policy`` draws the action of all of ``env``, and nothing else.
+
+    It is one of ours or of TorchRL's, whose spec has the shape of a batch of actions.
+    """
+    kind = type(policy)
+    known = kind is RandomPolicy or qualified(kind) == TORCHRL_RANDOM
+    if not known or not is_genuine(kind) or vars(policy).keys() != vars(RandomPolicy()).keys():
+        return False
+    try:
+        ((field, spec),) = [(one, _spec_of(policy, one.key)) for one in env.actions]
+    except (PolicyError, ValueError):
+        return False
+    wanted = ((*env.batch_shape, *field.shape), field.dtype, "cpu")
+    given = policy.action_spec
+    alone = given is spec or (_shape(given) == env.batch_shape and [*given.keys()] == [*field.key])
+    device = torch.device(getattr(spec, "device", None) or "cpu").type
+    return alone and wanted == (_shape(spec), getattr(spec, "dtype", None), device)
+
+
+def _shape(spec: Any) -> tuple[int, ...] | None:
+    return tuple(shape) if (shape := getattr(spec, "shape", None)) is not None else None
+
+
+def _source(policy: Any, field: Field, batch: tuple[int, ...]) -> Callable[[], torch.Tensor]:
     spec = _spec_of(policy, field.key)
     shape = tuple(spec.shape)
     wanted = (*batch, *field.shape)
@@ -177,10 +215,10 @@ def _source(
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
-    return partial(spec.rand, lead)
+    return partial(spec.rand, lead) if lead else spec.rand
 
 
-def _spec_of(policy: RandomPolicy, key: Key) -> Any:
+def _spec_of(policy: Any, key: Key) -> Any:
     spec: Any = policy.action_spec
     if isinstance(spec, Mapping) or callable(getattr(spec, "keys", None)):
         try:
