@@ -228,7 +228,9 @@ def outcome(text: str, code: int, waited: float | None) -> str:
 
 def peers(columns: Sequence[str], words: str) -> Cells:
     """Run peers."""
-    calls = [(name, kind) for kind in columns for name in matrix().FAULTS if words in name]
+    faults, every = matrix().FAULTS, len(matrix().COLUMNS)
+    names = [name for name in faults if words in name and len(faults[name].columns) == every]
+    calls = [(name, kind) for kind in columns for name in names]
     found: Cells = defaultdict(lambda: defaultdict(list))
     with ThreadPoolExecutor(2) as pool:
         said = pool.map(lambda call: peer(call[1], call[0]), calls)
