@@ -563,7 +563,8 @@ class Session:
         for ticket in [t for t in self._open.values() if t.worker == worker]:
             ticket.lost, ticket.over = error, over
             del self._open[ticket.number]
-        if not new:
+        if not new:  # its tickets keep the error, which must keep no frames
+            error.__traceback__ = error.__context__ = None
             return
         self.lost[worker] = error
         self.changes += 1
