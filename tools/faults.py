@@ -2,8 +2,8 @@
 
 ``python -m tools.faults [--publish] [--peers GROUP] [--ray] [-k WORDS]``. The cells are the tests
 of ``tests/faults/test_matrix.py``. ``--peers`` has other libraries meet the same faults, each in a
-process of its own that is ended after a while. ``--publish`` writes a table into
-``docs/reliability.md``.
+process of its own that is ended after a while. ``--publish`` keeps the cells that ran, writes a
+table of these and of all that ran before into ``docs/reliability.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import json
 import os
 import re
 import select
@@ -23,8 +24,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -52,8 +55,31 @@ MODES = {
     "continue": "without it ",
     "restart": "built anew ",
 }
-Cells = dict[str, dict[str, list[tuple[str, str, str]]]]
-"""By fault and column: setting, outcome and time of each cell."""
+RESULTS = ROOT / "benchmarks" / "published" / "faults.json"
+"""By table: the newest outcome of every cell."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    fault: str
+    column: str
+    mode: str
+    said: str
+    took: str
+    of: str
+    """The versions of the libraries."""
+    date: str
+    cores: int
+    load: float
+    """Processes that wanted to run at the end."""
+
+
+def noted(of: str, fault: str, column: str, mode: str, said: str, took: str = "") -> Outcome:
+    """Return the outcome of a cell that has just ended."""
+    date, cores = str(datetime.date.today()), os.cpu_count() or 1
+    return Outcome(fault, column, mode, said, took, of, date, cores, round(os.getloadavg()[0], 1))
 
 
 class Collecting:
@@ -61,8 +87,9 @@ class Collecting:
 
     def __init__(self) -> None:
         """Note nothing yet."""
-        self.cells: Cells = defaultdict(lambda: defaultdict(list))
+        self.cells: list[Outcome] = []
         self.wrong = 0
+        self._of = f"GleanRL {gleanrl.__version__}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test that has run."""
@@ -70,11 +97,12 @@ class Collecting:
             self.wrong += 1
             cell = re.search(r"\[(.*), (.*), (\w+)\]", report.nodeid)
             if cell is not None:
-                self.cells[cell[1]][cell[2]].append((cell[3], "fails", ""))
+                self.cells.append(noted(self._of, cell[1], cell[2], cell[3], "fails"))
         elif report.when == "call" and report.passed:
             properties: dict[str, Any] = dict(report.user_properties)
             for fault, column, mode, said, seconds in properties.values():
-                self.cells[fault][column].append((mode, said, f"{seconds:.2f} s"))
+                took = f"{seconds:.2f} s"
+                self.cells.append(noted(self._of, fault, column, mode, said, took))
 
 
 def ours(words: str, ray: bool) -> Collecting:
@@ -226,15 +254,20 @@ def outcome(text: str, code: int, waited: float | None) -> str:
     return f"the learner is killed by signal {-code}" if code < 0 else f"exits with code {code}"
 
 
-def peers(columns: Sequence[str], words: str) -> Cells:
+def peers(group: str, words: str) -> list[Outcome]:
     """Run peers."""
-    calls = [(name, kind) for kind in columns for name in matrix().FAULTS if words in name]
-    found: Cells = defaultdict(lambda: defaultdict(list))
+    columns = GROUPS[group]
+    others = ("gymnasium", "stable-baselines3", "ray")
+    of = ", ".join(f"{n} {version(n)}" for n in (("torchrl",) if group == "torchrl" else others))
+    faults, every = matrix().FAULTS, len(matrix().COLUMNS)
+    names = [name for name in faults if words in name and len(faults[name].columns) == every]
+    calls = [(name, kind) for kind in columns for name in names]
+    found = []
     with ThreadPoolExecutor(2) as pool:
         said = pool.map(lambda call: peer(call[1], call[0]), calls)
         for (fault, kind), text in zip(calls, said, strict=True):
             print(f"{fault}, {kind}: {text}", flush=True)
-            found[fault][kind].append(("raise", text, ""))
+            found.append(noted(of, fault, kind, "raise", text))
     return found
 
 
@@ -247,17 +280,19 @@ def matrix() -> Any:
     return importlib.import_module("test_matrix")
 
 
-def table(cells: Cells) -> str:
+def table(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each fault, in the order of the tests."""
     module = matrix()
+    cells: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
+    for one in outcomes:
+        cells[one.fault][one.column].append(one)
     rows = [name for name in (*module.FAULTS, *module.SCARCE, *module.SIGNALS) if name in cells]
     there = {name for row in cells.values() for name in row}
     columns = [name for name in (*module.COLUMNS, *PEERS) if name in there]
     lines = [f"| fault | outcome | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for fault in rows:
-        found = [one for cell in cells[fault].values() for one in cell if not MODES[one[0]]]
-        outcomes = [said for _, said, _ in found]
-        usual = max(dict.fromkeys(outcomes), key=outcomes.count)
+        raised = [one.said for cell in cells[fault].values() for one in cell if not MODES[one.mode]]
+        usual = max(dict.fromkeys(raised), key=raised.count)
         texts = [_text(cells[fault].get(name, []), usual) for name in columns]
         lines.append(f"| {fault} | {usual} | {' | '.join(texts)} |")
     if there & set(PEERS):  # each outcome is another
@@ -265,12 +300,34 @@ def table(cells: Cells) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _text(cell: Sequence[tuple[str, str, str]], usual: str) -> str:
+def _text(cell: Sequence[Outcome], usual: str) -> str:
     parts = []
-    for mode, said, took in sorted(cell, key=lambda one: list(MODES).index(one[0])):
-        different = said not in ((usual,) if mode == "raise" else ("goes on",)) or not took
-        parts.append(f"{MODES[mode]}{f'{said} ' if different else ''}{took}".strip())
+    for one in sorted(cell, key=lambda one: list(MODES).index(one.mode)):
+        different = one.said != (usual if one.mode == "raise" else "goes on") or not one.took
+        parts.append(f"{MODES[one.mode]}{f'{one.said} ' if different else ''}{one.took}".strip())
     return "<br>".join(parts).replace("|", "/") or "-"
+
+
+def footer(outcomes: Sequence[Outcome]) -> str:
+    """Return of what, when and where the outcomes are."""
+    loads = [one.load for one in outcomes]
+    each = (sorted({str(getattr(one, name)) for one in outcomes}) for name in ("date", "cores"))
+    dates, cores = map(" and ".join, each)
+    of = "; ".join(sorted({one.of for one in outcomes}))
+    return (
+        f"{of}, {dates}, {cores} cores, load {min(loads)} to {max(loads)}, median {median(loads)}."
+    )
+
+
+def kept(name: str, new: Sequence[Outcome]) -> list[Outcome]:
+    """Keep ``new`` outcomes of a table in place of older ones of the same cells; return all."""
+    tables = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    old = [Outcome(**one) for one in tables.get(name, ())]
+    cells = {(one.fault, one.column, one.mode): one for one in [*old, *new]}
+    tables[name] = [asdict(one) for one in cells.values()]
+    lines = (f'"{key}": [\n' + ",\n".join(map(json.dumps, tables[key])) + "\n]" for key in tables)
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return list(cells.values())
 
 
 def publish(name: str, text: str) -> None:
@@ -292,22 +349,17 @@ def main() -> int:
     parser.add_argument("--ray", action="store_true", help="with the columns of Ray")
     parser.add_argument("-k", default="", metavar="WORDS", help="only cells with these words")
     given = parser.parse_args()
-    found, wrong = Collecting(), 0
     if given.peers:
-        cells = peers(GROUPS[given.peers], given.k)
+        name, cells, wrong = given.peers, peers(given.peers, given.k), 0
     else:
         found = ours(given.k, given.ray)
-        cells, wrong = found.cells, found.wrong
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    of = f"GleanRL {gleanrl.__version__}"
-    if given.peers:
-        others = ("gymnasium", "stable-baselines3", "ray")
-        names = ("torchrl",) if given.peers == "torchrl" else others
-        of = ", ".join(f"{name} {version(name)}" for name in names)
-    text = f"{table(cells)}\n{of}, {datetime.date.today()}, {os.cpu_count()} cores, load {load}.\n"
+        name, cells, wrong = "ours", found.cells, found.wrong
+    if given.publish:
+        cells = kept(name, cells)
+    text = f"{table(cells)}\n{footer(cells)}\n"
     print(text)
     if given.publish:
-        publish(given.peers or "ours", text)
+        publish(name, text)
     return int(bool(wrong))
 
 

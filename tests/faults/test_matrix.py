@@ -24,6 +24,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import rig
+import second_host
 import warm
 
 from gleanrl import (
@@ -121,6 +122,7 @@ class Fault:
         modes: The settings that may save the run: ``"relaunch"``, ``"continue"``, ``"restart"``.
         options: Of the collector.
         here: Whether it can happen in the learner's own process.
+        columns: The kinds of collectors in which it can happen at all.
     """
 
     act: object
@@ -130,7 +132,7 @@ class Fault:
     when: str = "step"
     options: dict = field(default_factory=dict)
     here: bool = True
-    policy: bool = False
+    columns: tuple = tuple(COLUMNS)
 
 
 def exhaust():
@@ -173,6 +175,8 @@ FAULTS = {
         modes=(),
         options={"start_timeout": TIMEOUT_S},
         here=False,
+        # Ray takes longer to start an actor, and a ParallelEnv has no such limit.
+        columns=tuple(name for name in COLUMNS if not name.startswith(("Ray", "ParallelEnv"))),
     ),
     "hang that holds the GIL": Fault("hang-gil", CollectorTimeout, options=LATE, here=False),
     "SIGSTOP": Fault("stop", CollectorTimeout, modes=BOTH, options=LATE, here=False),
@@ -180,6 +184,14 @@ FAULTS = {
     "wrong shape": Fault("shape", EnvError, r"\(2, 1\)", ()),
     "wrong dtype": Fault("dtype", EnvError, "float32", ()),
     "slow by 50 times": Fault("sleep", type(None), modes=()),
+    "network cut": Fault(
+        functools.partial(second_host.cut, second_host.NAME),
+        says="no sign of life|connection",
+        modes=BOTH,
+        options={"launcher": second_host.OnBothHosts(), "heartbeat": 2.0},
+        here=False,
+        columns=("nodes", "nodes async"),
+    ),
 }
 
 
@@ -196,9 +208,7 @@ class Cell:
 def cells():
     """Yield the cells that can be: a fault, a collector and a setting."""
     for (name, fault), (kind, column) in itertools.product(FAULTS.items(), COLUMNS.items()):
-        if name == "hang in build" and kind.startswith(("Ray", "ParallelEnv")):
-            continue  # Ray takes longer to start an actor, and a ParallelEnv has no such limit
-        if column.workers or fault.here:
+        if kind in fault.columns and (column.workers or fault.here):
             modes = [mode for mode in fault.modes if mode in column.modes]
             yield from (Cell(name, kind, mode) for mode in ("raise", *modes))
 
@@ -224,6 +234,7 @@ SAMPLE = {
     Cell("NaN", "central async"),
     Cell("wrong dtype", "nodes"),
     Cell("slow by 50 times", "async"),
+    Cell("network cut", "nodes", "relaunch"),
 }
 
 
@@ -249,16 +260,27 @@ class Counting(rig.Count):
 # -- running a cell --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def both_hosts():
+    """The launcher of nodes, one of which is behind a cable."""
+    with second_host.second_host():
+        yield FAULTS["network cut"].options["launcher"]
+
+
 @pytest.fixture
 def tidy(request):
     """Nothing that a cell used is left behind."""
-    column = request.getfixturevalue("cell").column
+    cell = request.getfixturevalue("cell")
+    column, away = cell.column, cell.fault == "network cut"
+    launcher = request.getfixturevalue("both_hosts") if away else None
     if column.startswith("Ray"):
         yield
         return
     request.getfixturevalue("_warm_nodes" if column.startswith("nodes") else "_warm_workers")
     with rig.nothing_left_behind():
         yield
+        if launcher is not None:
+            launcher.await_ends(rig.LIMIT * rig.load())
 
 
 @pytest.fixture
@@ -371,7 +393,7 @@ def is_raised(cell, mark):
     ray = cell.column.startswith("Ray")  # which tells no signal
     assert re.search("died" if ray and fault.error is WorkerDied else fault.says, text), text
     assert re.search(column.named, text), f"it does not name {column.named}: {text}"
-    late = TIMEOUT_S if fault.error is CollectorTimeout else 0.0
+    late = TIMEOUT_S if fault.error is CollectorTimeout else fault.options.get("heartbeat", 0.0)
     assert took < late + rig.LIMIT * rig.load(), f"it took {took:.1f} s"
     return next(kind.__name__ for kind in type(error).__mro__ if kind is fault.error), took
 

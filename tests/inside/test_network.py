@@ -1,57 +1,33 @@
 """Two hosts with a cable between them, made of network namespaces: what happens when it is cut."""
 
-import ctypes
 import os
 import pickle
-import shutil
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rig
+import second_host
+from second_host import ip
 
 from gleanrl import CollectorTimeout, DistributedCollector, WorkerDied
 from gleanrl.transport.worker_loop import Surroundings
 from gleanrl.transport.zygote import NODE, Zygote
 
-# Of this process's own: hosts that a killed run left behind would answer in place of ours.
-NUMBER = os.getpid() % (1 << 14)
-HERE, THERE = (f"10.213.{NUMBER >> 6}.{4 * (NUMBER & 63) + end}" for end in (1, 2))
 BEAT = 2.0
-CLONE_NEWNET = 0x40000000
-
-
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=False, timeout=10)
 
 
 @pytest.fixture(scope="module")
 def host():
-    """Make a second host; return its name. The cable's end on this one is called ``{name}-a``."""
-    name = f"gl{os.getpid() % 100_000}"
-    if shutil.which("ip") is None or ip("netns", "add", name).returncode:
-        pytest.skip("network namespaces need iproute2 and the right to make them")
-    try:
-        ip("link", "add", f"{name}-a", "type", "veth", "peer", "name", f"{name}-b")
-        ip("link", "set", f"{name}-b", "netns", name)
-        ip("addr", "add", f"{HERE}/30", "dev", f"{name}-a")
-        ip("-n", name, "addr", "add", f"{THERE}/30", "dev", f"{name}-b")
-        ip("-n", name, "link", "set", f"{name}-b", "up")
-        if ip("-n", name, "link", "set", "lo", "up").returncode:
-            pytest.skip("a cable between network namespaces cannot be made here")
+    with second_host.second_host() as name:
         yield name
-    finally:
-        ip("link", "del", f"{name}-a")
-        ip("netns", "del", name)
 
 
 def zygote_on(host):
     """Start a zygote on that host. A thread is on one host, and what it starts is there too."""
 
     def start():
-        with open(f"/run/netns/{host}") as there:
-            assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
+        second_host.enter(host)
         return Zygote()
 
     with ThreadPoolExecutor(1) as thread:
@@ -65,7 +41,7 @@ class Elsewhere:
         self.zygote, self.nodes = zygote_on(host), []
 
     def address(self):
-        return HERE
+        return second_host.HERE
 
     def launch(self, invitations):
         for invitation in invitations:

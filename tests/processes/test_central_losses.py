@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import itertools
 import os
 import re
@@ -195,6 +196,32 @@ def test_frames_of_a_worker_that_is_not_replaced_are_masked(fault, tmp_path):
     assert not any(bool(value.any()) for value in values)  # the mask among them
     assert (stats["workers_lost"], stats["relaunches"], stats["workers_alive"]) == (1, 0, 1)
     assert stats["frames"] == stats["frames_stepped"] == int(found[MASK].sum())
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("sync", 2), ("async", 1)])
+def test_a_loss_before_the_first_rollout_is_tolerated(kind, groups):
+    def collect(loss):
+        makers = [rig.counting(number) for number in range(3)]
+        options = {"on_failure": "continue", "env_groups": groups}
+        with collecting(kind, makers, each=groups, **options) as collector:
+            if loss:
+                kill(collector, 1)
+            rows = collections.defaultdict(list)
+            for _ in range(6):
+                for row in collector.next().reshape(-1, STEPS):
+                    if row[MASK].any():
+                        assert row[MASK].all()
+                        rows[int(row["next", "observation"][0, 0])] += rig.rows(row)
+            return rows, collector.stats()
+
+    undisturbed, _ = collect(False)
+    found, stats = collect(True)
+    assert set(found) == {0, 2}
+    for number, own in found.items():
+        least = min(len(own), len(undisturbed[number]))
+        assert own[:least] == undisturbed[number][:least]
+    assert stats["workers_lost"] == 1
+    assert stats["frames"] == stats["frames_stepped"] - stats["frames_under_way"]
 
 
 @pytest.mark.parametrize("policy", [sampling, recurrent])
@@ -461,6 +488,10 @@ def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, how
         ({"on_failure": "restart"}, "'raise', 'continue' or 'relaunch'"),
         ({"on_failure": "relaunch", "traj_quota": "equal", "trajs_per_batch": 2}, "traj_quota"),
         ({"on_failure": "relaunch", "max_relaunches": (3, 0)}, "max_relaunches"),
+        (
+            {"on_failure": "continue", "replay_buffer": ReplayBuffer(), "extend_buffer": False},
+            "a frame of every environment",
+        ),
     ],
 )
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
@@ -529,6 +560,31 @@ def test_shutting_down_tolerates_a_loss(kind):
     with collecting(kind, [rig.counting(0), rig.counting(1)]) as collector:
         collector.next()
         kill(collector, 1)
+
+
+@pytest.mark.parametrize("inference", ["central", "workers"])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_dropped_collector_leaves_no_descriptor_to_the_garbage_collector(kind, inference):
+    options = {"frames_per_batch": 16, "total_frames": -1, "inference": inference}
+    if inference == "central":
+        options["policy_process"] = False
+
+    def collect():
+        with kind([rig.counting(0), rig.counting(1)], rig.Encoded(10), **options) as collector:
+            collector.next()
+            collector.update_policy_weights_()
+            collector.next()
+            collector.stats()
+
+    collect()  # the process that forks workers stays
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        collect()
+        assert len(os.listdir("/proc/self/fd")) <= files
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["central", "central async"])

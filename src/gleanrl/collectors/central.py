@@ -85,6 +85,12 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
             raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
     if kind == "workers":
         return False
+    adds = arguments["replay_buffer"] is not None and not arguments["extend_buffer"]
+    if sync and adds and arguments["on_failure"] == "continue":
+        raise ConfigError(
+            "on_failure='continue' and extend_buffer=False exclude each other with synchronous "
+            "central inference: each element has a frame of every environment"
+        )
     for name, why in _excluded(arguments):
         raise ConfigError(
             f"{name} ({arguments[name]!r:.80}) and inference='central' exclude each other: {why}"

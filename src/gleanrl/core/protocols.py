@@ -164,10 +164,12 @@ class Policy(Protocol):
     provided: Collection[Key]
     """What it may read that the collector provides: ``"is_init"``, bool ``[P, 1]``, true where an
     episode begins, and ``"step_count"``, int64 ``[P, 1]``, 0 there."""
-    requested: JointAct | None
-    """The act that `act` has left to a call for several rollouts; ``None`` if it has acted."""
     memory: Any
     """A copy of what it wrote at earlier steps and may read; set to continue from it."""
+
+    @property
+    def requested(self) -> JointAct | None:
+        """The act that `act` has left to a call for several rollouts; ``None`` if it has acted."""
 
     def begin(self, window: Window, carry: Window) -> None:
         """Bind to the rows of ``window``; reads the interaction type; ``carry`` gets row ``T``."""

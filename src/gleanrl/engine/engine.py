@@ -96,7 +96,8 @@ class Engine(Session):
             ours, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, ours)
-        self.gather.session, other.gather.session = self, other
+        self.gather.attach(self)
+        other.gather.attach(other)
         self.set_aside = None if self.set_aside is other else other
 
     # -- batches ---------------------------------------------------------------------------------

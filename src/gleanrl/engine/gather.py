@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -26,13 +27,18 @@ class Gather(abc.ABC):
 
     def __init__(self, session: Session, slots: Sequence[Slots], frames: Sequence[int]) -> None:
         """Request ``frames[w]`` frames of worker ``w`` at a time."""
-        self.session = session
+        self.attach(session)
         self._slots = list(slots)
         self._frames = tuple(frames)
         self.dropped = 0
         """Frames of rollouts that had ended and were dropped, because another one failed."""
         self.meanwhile: Callable[[], object] = bool
         """A function called once for every batch, while all workers are busy."""
+
+    def attach(self, session: Session) -> None:
+        """Gather the rollouts of ``session``, to which this belongs."""
+        # A cycle would keep memory and descriptors until the garbage collector runs.
+        self.session: Session = weakref.proxy(session)
 
     @abc.abstractmethod
     def batch(

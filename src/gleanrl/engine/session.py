@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -148,8 +149,9 @@ class Session:
         """The errors of commands whose replies no caller waits for."""
         self._ending: dict[int, Ticket] = {}
         """The tickets of the commands to end."""
+        session: Session = weakref.proxy(self)  # a cycle would keep memory and descriptors
         with naming_limits():
-            self.backend = make_backend(self._open_window)
+            self.backend = make_backend(lambda reference: session._open_window(reference))
         try:
             self._start(factories, Deadline(start_timeout))
         except BaseException:
@@ -561,7 +563,8 @@ class Session:
         for ticket in [t for t in self._open.values() if t.worker == worker]:
             ticket.lost, ticket.over = error, over
             del self._open[ticket.number]
-        if not new:
+        if not new:  # its tickets keep the error, which must keep no frames
+            error.__traceback__ = error.__context__ = None
             return
         self.lost[worker] = error
         self.changes += 1

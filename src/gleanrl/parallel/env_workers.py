@@ -139,7 +139,7 @@ class EnvWorkers:
         self._coming: set[int] = set()
         """Workers that were lost, until their replacements are up to date."""
         if plan.on_failure != "raise":
-            self.session.tolerant = self.session.needs_all = True  # see `WorkerGroup.forget`
+            self.session.tolerant = self.session.needs_all = True  # see `WorkerGroup.was_reset`
             _EnvReplacements(self, plan.relaunches)
         self._owner = os.getpid()
         self._serving: dict[int, Ticket] = {}
@@ -375,6 +375,7 @@ class WorkerGroup:
         self._missing: set[int] = set()
         self._leaving: set[int] = set()
         """Workers that are lost for good, and those of which `began_anew` has not told."""
+        self._was_reset = False
         self._standing: dict[Any, tuple[str, Sequence[tuple[Any, ...]]]] = {}
         """Commands that replacements get as well, by what they set: a method, and the arguments of
         each member."""
@@ -556,6 +557,12 @@ class WorkerGroup:
                 return f"in environment worker {worker}, {found}"
         return None
 
+    def was_reset(self) -> None:
+        """Note that all environments have shown an observation; then workers may be missing."""
+        self._was_reset = True
+        if all(group._was_reset for group in self.workers.groups):
+            self.workers.session.needs_all = self.workers.needs_all
+
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
@@ -594,8 +601,7 @@ class WorkerGroup:
             self.workers.take_answers()
 
     def forget(self) -> None:
-        """Forget what a rollout that failed has left; from the first on, workers may be missing."""
-        self.workers.session.needs_all = self.workers.needs_all
+        """Forget what a rollout that failed has left."""
         self.wait()
         self._failed, self._some_ended, self._some_anew = [], False, bool(self._leaving)
         self._ended[:] = self.cut[:] = self._anew[:] = False

@@ -165,7 +165,9 @@ class WorkerRows(EnvRows):
         # The first one belongs to the start.
         limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
         group.ask("restart_rollouts", chosen, limit, begins=envs is None)
-        self._was_reset = True
+        if not self._was_reset:
+            self._was_reset = True
+            group.was_reset()
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:

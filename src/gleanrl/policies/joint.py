@@ -159,7 +159,6 @@ class Seat:
         self._joint = joint
         self.inner, self.outputs = called.inner, called.outputs
         self.states, self.provided = called.states, called.provided
-        self.requested: JointAct | None = self
         self.memory: Any = None
         self.batch = env.batch_shape
         self.envs = env.num_envs
@@ -173,6 +172,11 @@ class Seat:
         """Per entry that the policy is shown: its rows."""
         self.targets: dict[Key, list[Sequence[Any]]] = {}
         """Per entry that the policy writes: the rows that get it, in one place or in two."""
+
+    @property
+    def requested(self) -> JointAct | None:
+        """This seat; as an attribute it would be a cycle, which keeps the memory of windows."""
+        return self
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``."""
