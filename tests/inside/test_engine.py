@@ -12,13 +12,13 @@ from tests.covering import examples
 
 from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
-from gleanrl.core.options import FrameBudget
-from gleanrl.engine.budget import Budget
+from gleanrl.core.options import FrameLimits
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.transport.inline import InlineBackend
 
 
 def collect(engine, timeout=None):
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
     batch, _ = engine.collect(budget, timeout)
     return batch
 
@@ -174,7 +174,7 @@ def test_inline_workers_run_in_the_order_they_were_asked():
 def test_a_command_has_only_those_rollouts_made_again_that_came_before_it(quick):
     slow = 1 - quick
     engine = make_engine({(slow, 0): Act(after=10.0)})
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
     for _ in range(2):  # begins a batch; takes in what has come of it
         assert not engine.ready(budget, feed=True, timeout=None)
     command = m.SetState({"rollouts": 100})

@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 
 from gleanrl import Collector, ConfigError
-from gleanrl.core.options import FrameBudget, SourceOptions, check_int, limit
+from gleanrl.core.options import FrameLimits, SourceOptions, check_int, limit
 from gleanrl.envs import GymEnv, SerialEnv
 
 
@@ -24,7 +24,7 @@ def whole_trajectories(count):
 
 @pytest.mark.parametrize("value", [6, np.int64(6), np.uint8(6), 6.0, np.float32(6)])
 def test_whole_numbers_are_read_however_they_are_written(value):
-    budget = FrameBudget.from_arguments(value, value, value)
+    budget = FrameLimits.from_arguments(value, value, value)
     assert (budget.frames_per_batch, budget.total_frames, budget.init_random_frames) == (6, 6, 6)
     assert type(budget.frames_per_batch) is int
     assert limit(value) == 6
@@ -36,9 +36,9 @@ def test_whole_numbers_are_read_however_they_are_written(value):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("frames_per_batch", lambda value: FrameBudget.from_arguments(value, 1, 0)),
-        ("total_frames", lambda value: FrameBudget.from_arguments(1, value, 0)),
-        ("init_random_frames", lambda value: FrameBudget.from_arguments(1, 1, value)),
+        ("frames_per_batch", lambda value: FrameLimits.from_arguments(value, 1, 0)),
+        ("total_frames", lambda value: FrameLimits.from_arguments(1, value, 0)),
+        ("init_random_frames", lambda value: FrameLimits.from_arguments(1, 1, value)),
         ("max_frames_per_traj", limit),
         ("trajs_per_batch", whole_trajectories),
         ("num_envs", lambda value: SourceOptions(num_envs=value)),

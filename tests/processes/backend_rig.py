@@ -13,12 +13,12 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import CollectorTimeout, WorkerDied
 from gleanrl.core.layout import Field, Layout
-from gleanrl.core.options import FrameBudget
+from gleanrl.core.options import FrameLimits
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.batches import BatchOptions
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 
@@ -210,7 +210,7 @@ def check_stamps(batch: TensorDictBase) -> list[int]:
 
 def plan(engine, steps, options):
     frames = [steps * envs for envs in engine.envs]
-    engine.plan(FrameBudget(frames_per_batch=sum(frames), total_frames=None), frames, options)
+    engine.plan(FrameLimits(frames_per_batch=sum(frames), total_frames=None), frames, options)
 
 
 def running(make_backend, factories, steps, **options):
@@ -221,6 +221,6 @@ def running(make_backend, factories, steps, **options):
 
 
 def collect(engine, timeout=30.0):
-    budget = Budget(FrameBudget(frames_per_batch=1, total_frames=None))
+    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
     batch, _ = engine.collect(budget, timeout)
     return batch

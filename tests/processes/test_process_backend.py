@@ -147,9 +147,9 @@ def test_buffers_travel_from_any_device_and_captured_tensors_do_not(monkeypatch)
 SCRIPT = """
     import os, sys, time
     from gleanrl.transport.process import ProcessBackend
-    from gleanrl.core.options import FrameBudget
+    from gleanrl.core.options import FrameLimits
     from gleanrl.engine.batches import BatchOptions
-    from gleanrl.engine.budget import Budget
+    from gleanrl.engine.frame_counts import FrameCounts
     from gleanrl.engine.engine import Engine
     from backend_rig import StampedSource, collect, running
 
@@ -162,7 +162,7 @@ SCRIPT = """
 
     backend = ProcessBackend()
     engine = Engine(lambda _: backend, [Stuck] * 2)
-    limits = FrameBudget(frames_per_batch=16, total_frames=None)
+    limits = FrameLimits(frames_per_batch=16, total_frames=None)
     budget = engine.plan(limits, [8, 8], BatchOptions(stacked=True))
     engine.collect(budget)
     print(*backend.pids, flush=True)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import poll_interval
 
@@ -161,7 +161,7 @@ class BackgroundFilling:
     Only the thread refers to the collection, so that this object can be part of a finalizer.
     """
 
-    def __init__(self, engine: Engine, budget: Budget, timeout: float | None) -> None:
+    def __init__(self, engine: Engine, budget: FrameCounts, timeout: float | None) -> None:
         """Prepare to collect with ``engine``; nothing runs before `start`."""
         self._engine, self._budget, self._timeout = engine, budget, timeout
         self._buffer: ReplayBuffer | None = None

@@ -30,7 +30,7 @@ from gleanrl.collectors.collection import Collection
 from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.delegation import method_of, property_of
-from gleanrl.collectors.remote_attributes import Questions, QuestionsToWorkers
+from gleanrl.collectors.remote_attributes import AttributeAccess, WorkerAttributeAccess
 from gleanrl.collectors.save_on_sigterm import Preemption
 from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.states import verify as verify_state
@@ -139,10 +139,10 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self.collection = collection = Collection(name, plan, engine, self._watching)
             self._hooks, self._weights = collection.hooks, collection.weights
             self._background = collection.filling
-            self._questions = (
-                Questions(weakref.proxy(self), lambda: engine.turn(None))
+            self._attributes = (
+                AttributeAccess(weakref.proxy(self), lambda: engine.turn(None))
                 if plan.in_process and not plan.central
-                else QuestionsToWorkers(engine, self.replay_buffer, plan.fills)
+                else WorkerAttributeAccess(engine, self.replay_buffer, plan.fills)
             )
             self.weight_updater = plan.updater
             collection.weights.warn_if_never_sent()

@@ -17,15 +17,15 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.early_stop import EarlyStop, Interruptor
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import PolicyReplacements
 from gleanrl.engine.session import Session
 from gleanrl.engine.sync_gather import SyncGather
-from gleanrl.engine.weight_sync import WeightSync
+from gleanrl.engine.weight_delivery import WeightDelivery
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.watch.stack_watch import StackWatch
 from gleanrl.watch.watching import Watching
@@ -91,7 +91,7 @@ class Collection:
         self.weights = CollectorWeights(engine, plan, watching)
         self._replacements: PolicyReplacements | None = None
         if plan.relaunches is not None:
-            models = cast("WeightSync", self.weights.models)
+            models = cast("WeightDelivery", self.weights.models)
             self._replacements = PolicyReplacements(engine, models, plan.relaunches)
         self.filling = BackgroundFilling(engine, self.budget, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
@@ -430,7 +430,7 @@ class Collection:
         }
 
 
-def _budget(plan: WorkerPlan, engine: Engine) -> Budget:
+def _budget(plan: WorkerPlan, engine: Engine) -> FrameCounts:
     """Reserve memory for the batches that ``plan`` asks for; return their budget."""
     stopped: Callable[[], bool] = bool
     if isinstance(plan.interruptor, Interruptor):

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from gleanrl.collectors import class_of_backend
+from gleanrl.collectors import backend_choice
 from gleanrl.collectors.arguments import (
     CollectorArguments,
     argument_property,
@@ -74,7 +74,7 @@ class Collector(BaseCollector):
         self._start(plan, lambda windows: InlineBackend(windows, stop))
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
-    @class_of_backend.with_signature_of(__init__)
+    @backend_choice.with_signature_of(__init__)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 
@@ -86,9 +86,9 @@ class Collector(BaseCollector):
             NotImplementedError: a backend this version does not have.
         """
         if cls is not Collector:
-            class_of_backend.check_subclass(cls, kwargs)
+            backend_choice.check_subclass(cls, kwargs)
             return super().__new__(cls)
-        other = class_of_backend.with_workers(args, kwargs)
+        other = backend_choice.with_workers(args, kwargs)
         return super().__new__(cls) if other is None else other
 
     # -- in the background: in a worker ----------------------------------------------------------
@@ -140,7 +140,7 @@ class Collector(BaseCollector):
             vars(collection.weights).update(weights)
             raise
         self._hooks = collection.hooks
-        self._questions.away = self._engine
+        self._attributes.away = self._engine
 
     def _plan_in_worker(self) -> WorkerPlan:
         """Return the function that starts the worker.

@@ -18,7 +18,7 @@ from gleanrl.collectors.weight_update import WeightUpdaterBase
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.weight_sync import Models, WeightSync
+from gleanrl.engine.weight_delivery import Models, WeightDelivery
 from gleanrl.watch.watching import Watching
 from gleanrl.weights.scheme import WeightSyncScheme
 from gleanrl.weights.snapshot import PolicyVersion, Shapes
@@ -64,7 +64,7 @@ class CollectorWeights:
         self.models = (
             Models(self._engine, plan.policy, schemes)
             if plan.in_process
-            else WeightSync(
+            else WeightDelivery(
                 self._engine,
                 plan.policy,
                 made_by_factory=plan.arguments["policy_factory"] is not None,

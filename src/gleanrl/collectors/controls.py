@@ -12,7 +12,7 @@ from torch import nn
 
 from gleanrl.collectors.delegation import method_of
 from gleanrl.collectors.hooks import Hooks, PostHook, PreHook
-from gleanrl.collectors.remote_attributes import Questions
+from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.profiling import ProfileConfig
 
@@ -28,7 +28,7 @@ class Controls:
     """The common methods of a collector and of the collector inside a worker, over their parts."""
 
     _hooks: Hooks
-    _questions: Questions
+    _attributes: AttributeAccess
     _weights: Weights
     _worker_idx: int | None = None
 
@@ -123,12 +123,12 @@ class Controls:
 
     # -- paths -----------------------------------------------------------------------------------
 
-    cascade_execute = method_of("_questions", Questions.cascade_execute)
-    get_distant_attr = method_of("_questions", Questions.get_distant_attr)
-    getattr_policy = method_of("_questions", Questions.getattr_policy)
-    getattr_env = method_of("_questions", Questions.getattr_env)
-    getattr_rb = method_of("_questions", Questions.getattr_rb)
-    map_fn = method_of("_questions", Questions.map_fn)
+    cascade_execute = method_of("_attributes", AttributeAccess.cascade_execute)
+    get_distant_attr = method_of("_attributes", AttributeAccess.get_distant_attr)
+    getattr_policy = method_of("_attributes", AttributeAccess.getattr_policy)
+    getattr_env = method_of("_attributes", AttributeAccess.getattr_env)
+    getattr_rb = method_of("_attributes", AttributeAccess.getattr_rb)
+    map_fn = method_of("_attributes", AttributeAccess.map_fn)
 
     @property
     def worker_idx(self) -> int:

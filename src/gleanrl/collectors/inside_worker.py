@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from gleanrl.collectors.arguments import read_index, read_seed
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.hooks import Hooks, PostHook
-from gleanrl.collectors.remote_attributes import Questions
+from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.keys import MASK
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report, Snapshot, Verify
@@ -55,7 +55,7 @@ class WorkerCollector(Controls):
     def __init__(self, source: Source, worker: int, options: SourceOptions) -> None:
         """Represent ``source``, the environments and the policy of this worker."""
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
-        self._questions = Questions(weakref.proxy(self))
+        self._attributes = AttributeAccess(weakref.proxy(self))
         self._weights = _WorkerWeights(source)
         self._source = source
         self._worker_idx = worker

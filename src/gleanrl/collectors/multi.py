@@ -15,6 +15,7 @@ from gleanrl.collectors.arguments import (
     documents_arguments,
     typed,
 )
+from gleanrl.collectors.backend_choice import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.central import (
     call_sizes,
@@ -24,7 +25,6 @@ from gleanrl.collectors.central import (
     policy_process_plan,
     read_inference,
 )
-from gleanrl.collectors.class_of_backend import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions

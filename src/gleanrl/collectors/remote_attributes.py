@@ -1,4 +1,4 @@
-"""Questions to a collector by path: to its own objects, or to those of its workers."""
+"""Access to attributes and methods by path: of a collector's own objects, or of its workers'."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.engine.engine import Engine
 
 
-class Questions:
-    """Answers questions about the objects of one collector, which is in this process."""
+class AttributeAccess:
+    """Reads and calls the objects of one collector, which is in this process."""
 
     def __init__(
         self, root: Any, alone: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -125,8 +125,8 @@ class Questions:
             return [target(*a, **k) for a, k in zip(args, kwargs, strict=True)]
 
 
-class QuestionsToWorkers(Questions):
-    """Passes questions on to the workers of an engine; one answer per worker."""
+class WorkerAttributeAccess(AttributeAccess):
+    """Reads and calls the objects of the workers of an engine; one result per worker."""
 
     def __init__(self, engine: Engine, buffer: Any, shared: bool) -> None:
         """Ask the workers of ``engine``.

@@ -22,7 +22,7 @@ from gleanrl.collectors.weight_update import read_updater
 from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
-    FrameBudget,
+    FrameLimits,
     OwnOptions,
     SourceOptions,
     check_int,
@@ -155,7 +155,7 @@ class WorkerPlan:
         """Per worker, the frames of its rollouts."""
         if isinstance(frames, Sequence):
             frames = sum(self.frames) if sync else max(self.frames)
-        self.limits = FrameBudget.from_arguments(
+        self.limits = FrameLimits.from_arguments(
             frames, arguments["total_frames"], arguments["init_random_frames"]
         )
         cat = read_cat(arguments["cat_results"], sync)

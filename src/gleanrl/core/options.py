@@ -29,7 +29,7 @@ _CASTS = (torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrameBudget:
+class FrameLimits:
     """How much is collected, in frames."""
 
     frames_per_batch: int
@@ -45,7 +45,7 @@ class FrameBudget:
         frames_per_batch: int,
         total_frames: int | None,
         init_random_frames: int | None,
-    ) -> FrameBudget:
+    ) -> FrameLimits:
         """Read the users' spellings."""
         if isinstance(total_frames, float) and math.isinf(total_frames):
             raise ConfigError(
@@ -59,7 +59,7 @@ class FrameBudget:
             init_random_frames=limit(init_random_frames, "init_random_frames") or 0,
         )
 
-    def rounded(self, frames_per_batch: int, num_envs: int) -> FrameBudget:
+    def rounded(self, frames_per_batch: int, num_envs: int) -> FrameLimits:
         """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
         given, total, notes = self.frames_per_batch, self.total_frames, []
         if given != frames_per_batch:

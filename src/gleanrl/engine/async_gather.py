@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.engine.batches import Slots
-from gleanrl.engine.budget import Budget
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
 from gleanrl.engine.session import Session, Ticket
 
@@ -36,7 +36,7 @@ class AsyncGather(Gather):
         """Rollouts of an earlier collector that it did not deliver."""
 
     def batch(
-        self, budget: Budget, timeout: float | None, feed: bool = True
+        self, budget: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy."""
         session = self.session
@@ -71,7 +71,7 @@ class AsyncGather(Gather):
             self._feed(worker, budget, _DEPTH)
         return batch, {worker: report}
 
-    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
         if feed and self.session.can_continue:
             self._feed_all(budget)
         if self._taken_back:
@@ -106,12 +106,12 @@ class AsyncGather(Gather):
                 found.append((worker, replace(report, payload=None), batch))
         return found
 
-    def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
+    def take_back(self, rollouts: Sequence[Undelivered], budget: FrameCounts) -> None:
         for worker, report, batch in rollouts:
             budget.dispatch(self._frames[worker])
             self._taken_back.append((worker, report, batch))
 
-    def _feed_all(self, budget: Budget, one: bool = False) -> None:
+    def _feed_all(self, budget: FrameCounts, one: bool = False) -> None:
         """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
         self._drop_lost(budget)
         for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
@@ -121,7 +121,7 @@ class AsyncGather(Gather):
             if self.idle:
                 self._begin(worker, budget)
 
-    def _feed(self, worker: int, budget: Budget, depth: int) -> None:
+    def _feed(self, worker: int, budget: FrameCounts, depth: int) -> None:
         """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
         queue = self._queues[worker]
         if queue and queue[0][0].lost is not None:
@@ -129,7 +129,7 @@ class AsyncGather(Gather):
         while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
             pass
 
-    def _begin(self, worker: int, budget: Budget) -> bool:
+    def _begin(self, worker: int, budget: FrameCounts) -> bool:
         """Request a rollout of ``worker``; return ``False`` if it was lost."""
         if worker in self.session.lost:
             return False
@@ -144,12 +144,12 @@ class AsyncGather(Gather):
         self._queues[worker].append((ticket, slot))
         return True
 
-    def _drop_lost(self, budget: Budget) -> None:
+    def _drop_lost(self, budget: FrameCounts) -> None:
         """Expect no rollouts of lost workers; others may make them."""
         for worker in range(len(self._queues)):
             self._drop_lost_of(worker, budget)
 
-    def _drop_lost_of(self, worker: int, budget: Budget) -> None:
+    def _drop_lost_of(self, worker: int, budget: FrameCounts) -> None:
         queue = self._queues[worker]
         while queue and queue[0][0].lost is not None:
             self._slots[worker].release(queue.popleft()[1])
@@ -175,7 +175,7 @@ class AsyncGather(Gather):
             if late:
                 self.session.give_up(late, TASK, Deadline(timeout))
 
-    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
         frames = sum(report.frames for worker, report, _ in self._taken_back if worker in since)
         for worker, *_ in self._taken_back:
             if worker in since:

@@ -12,13 +12,13 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError
-from gleanrl.core.options import FrameBudget
+from gleanrl.core.options import FrameLimits
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.async_gather import AsyncGather
 from gleanrl.engine.batches import BatchOptions, BatchPlan
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.early_stop import EarlyStop
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Gather, Rollouts, Undelivered
 from gleanrl.engine.rollout_sizes import rollout_sizes
 from gleanrl.engine.session import MakeBackend, Session
@@ -47,13 +47,13 @@ class Engine(Session):
 
     def plan(
         self,
-        limits: FrameBudget,
+        limits: FrameLimits,
         frames: Sequence[int],
         options: BatchOptions,
         *,
         early: EarlyStop | None = None,
         blanks: bool = False,
-    ) -> Budget:
+    ) -> FrameCounts:
         """Decide the layout of batches and reserve their memory; call once, first.
 
         Args:
@@ -80,7 +80,7 @@ class Engine(Session):
             slots = plan.common_slots()
             early = EarlyStop() if early is None else early
             self.gather = SyncGather(self, slots, self.sizes, early=early, blanks=blanks)
-        return Budget(limits)
+        return FrameCounts(limits)
 
     def _open_window(self, reference: m.WindowRef) -> Window:
         if not reference.blocks:
@@ -103,7 +103,7 @@ class Engine(Session):
     # -- batches ---------------------------------------------------------------------------------
 
     def collect(
-        self, budget: Budget, timeout: float | None = None, feed: bool = True
+        self, budget: FrameCounts, timeout: float | None = None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Collect one batch.
 
@@ -134,7 +134,7 @@ class Engine(Session):
                 self.discards["ahead"] += report.discarded
             return batch, rollouts
 
-    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""
         with self._alone():
             self._check_usable()
@@ -155,7 +155,7 @@ class Engine(Session):
             return [values.get(worker) for worker in range(self.workers)], made
 
     def restart(
-        self, commands: dict[int, m.Command], budget: Budget, timeout: float | None = 60.0
+        self, commands: dict[int, m.Command], budget: FrameCounts, timeout: float | None = 60.0
     ) -> dict[int, Any]:
         """Carry out commands like `request_each`; throw away rollouts that were made before them.
 

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
 from gleanrl.engine.batches import Slots
-from gleanrl.engine.budget import Budget
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.session import Session, Ticket
 
 TASK = "deliver their rollout"
@@ -42,7 +42,7 @@ class Gather(abc.ABC):
 
     @abc.abstractmethod
     def batch(
-        self, budget: Budget, timeout: float | None, feed: bool = True
+        self, budget: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the next batch and the reports of its workers; ``None`` if workers kept it.
 
@@ -55,7 +55,7 @@ class Gather(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether `batch` would return or raise now; begin rollouts only with ``feed``.
 
         Takes in what has come, without waiting for more.
@@ -71,14 +71,14 @@ class Gather(abc.ABC):
         """Return the reports of rollouts that wait to be delivered; safe in any thread."""
 
     @abc.abstractmethod
-    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
 
     @abc.abstractmethod
     def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
         """Return copies of rollouts of each worker that arrived before its given arrival."""
 
-    def take_back(self, rollouts: Sequence[Undelivered], budget: Budget) -> None:
+    def take_back(self, rollouts: Sequence[Undelivered], budget: FrameCounts) -> None:
         """Deliver ``rollouts`` of `undelivered` before all others."""
         if rollouts:
             raise ConfigError("the state is that of an asynchronous collector")

@@ -11,7 +11,7 @@ from gleanrl.core.errors import GleanError
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import Session
-from gleanrl.engine.weight_sync import WeightSync
+from gleanrl.engine.weight_delivery import WeightDelivery
 
 _SEEDS = 1 << 31
 """Seeds that every kind of environment takes."""
@@ -96,7 +96,7 @@ class PolicyReplacements(Replacements):
     """
 
     def __init__(
-        self, engine: Engine, models: WeightSync, allowed: tuple[int, float | None]
+        self, engine: Engine, models: WeightDelivery, allowed: tuple[int, float | None]
     ) -> None:
         """Replace workers of ``engine``; ``models`` knows the newest weights."""
         self._engine, self._models = engine, models

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gleanrl.core.layout import Layout
-from gleanrl.core.options import FrameBudget
+from gleanrl.core.options import FrameLimits
 from gleanrl.engine.batches import BatchOptions
 
 
@@ -17,12 +17,12 @@ class RolloutSizes(NamedTuple):
     """Per worker, the steps of its rollouts."""
     frames: list[int]
     """Per worker, the frames of its rollouts."""
-    limits: FrameBudget
+    limits: FrameLimits
     """Frames per batch and in all, in whole batches and whole steps."""
 
 
 def rollout_sizes(
-    limits: FrameBudget,
+    limits: FrameLimits,
     frames: Sequence[int],
     layouts: Sequence[Layout | None],
     envs: Sequence[int],

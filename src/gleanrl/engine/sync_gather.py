@@ -11,8 +11,8 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.batches import Slots
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.early_stop import EarlyStop
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
 from gleanrl.engine.session import Session, Ticket
 
@@ -58,7 +58,7 @@ class SyncGather(Gather):
         """The session's changes that were looked at."""
 
     def batch(
-        self, budget: Budget, timeout: float | None, feed: bool = True
+        self, budget: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Let every worker fill its part of a slot. An error ends collection."""
         slots = self._slots[0]
@@ -92,7 +92,7 @@ class SyncGather(Gather):
         blank = m.Report(0, 0, min(report.policy_version for report in rollouts.values()))
         return rollouts, [rollouts.get(ticket.worker, blank) for ticket in begun.tickets]
 
-    def _begin(self, budget: Budget, timeout: float | None) -> _Round:
+    def _begin(self, budget: FrameCounts, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
         if self._early.enough is not None:
             self._early.begin(self.session.backend.stop_byte)
@@ -109,7 +109,7 @@ class SyncGather(Gather):
     def _requested(self, begun: _Round, worker: int) -> Ticket:
         return self.session.send(worker, m.Collect(begun.windows[worker], begun.random))
 
-    def _count_dropped(self, begun: _Round, budget: Budget) -> None:
+    def _count_dropped(self, begun: _Round, budget: FrameCounts) -> None:
         """Count the rollouts of a failed round; those that workers have stored were delivered."""
         for ticket in begun.tickets:
             if isinstance(ticket.reply, m.Rolled):
@@ -186,7 +186,7 @@ class SyncGather(Gather):
                 begun.deadline = Deadline(begun.deadline.seconds)
                 begun.tickets[worker] = self._requested(begun, worker)
 
-    def ready(self, budget: Budget, feed: bool, timeout: float | None) -> bool:
+    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
         if self._begun is None:
             if not feed or budget.exhausted:
@@ -214,7 +214,7 @@ class SyncGather(Gather):
         """Return nothing: a state is taken between batches."""
         return ()
 
-    def discard(self, since: Mapping[int, int], budget: Budget) -> int:
+    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
         """Request dropped rollouts again, each of its worker; the others stay.
 
         Which workers had begun theirs before a command came is a matter of chance: what they make

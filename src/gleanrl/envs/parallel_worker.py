@@ -27,8 +27,8 @@ from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.envs.restarting import Restarts
 from gleanrl.envs.simulators import StateError
-from gleanrl.memory.pulses import PulseAddress, PulseEnds
 from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.wakeup_pipes import WakeupAddress, WorkerPipes
 
 STEP, CUT, FINISH, BEGIN = range(1, 5)
 """Orders to a group: step; step and truncate some environments; end a rollout early; reset, in
@@ -56,7 +56,7 @@ class EnvWorkerBuilder:
     """The seed of the worker's random streams until environments are seeded."""
     memory: SharedMemory | None = None
     """The memory of all windows; ``None`` if the environments are only looked at."""
-    pulses: PulseAddress | None = None
+    pulses: WakeupAddress | None = None
     restarts: tuple[int, float | None] | None = None
     """How often each environment that raises is built anew; ``None`` for never."""
 
@@ -92,11 +92,11 @@ def _built_anew(make: Callable[[], Any], member: Any) -> Any:
 class EnvWorker:
     """Serves groups of environments."""
 
-    def __init__(self, groups: Sequence[EnvGroup], pulses: PulseAddress | None) -> None:
+    def __init__(self, groups: Sequence[EnvGroup], pulses: WakeupAddress | None) -> None:
         """Take over ``groups``, which step when a pulse comes."""
         self.groups = groups
         self.num_envs = sum(group.envs.batch_size.numel() for group in groups)
-        self._ends = None if pulses is None else PulseEnds(pulses)
+        self._ends = None if pulses is None else WorkerPipes(pulses)
 
     def serve(self) -> None:
         """Carry out orders until the learner has a command again."""

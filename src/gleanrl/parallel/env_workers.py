@@ -40,8 +40,8 @@ from gleanrl.envs.parallel_worker import (
 from gleanrl.envs.simulators import StateError
 from gleanrl.envs.state_kinds import Node
 from gleanrl.memory.arena import Slab, map_window
-from gleanrl.memory.pulses import Pulses
 from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.wakeup_pipes import WakeupPipes
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S
@@ -116,7 +116,7 @@ class EnvWorkers:
         self.groups = [WorkerGroup(self, list(group)) for group in plan.groups]
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
         """Per worker, its groups, in the order of their numbers there."""
-        self.pulses = Pulses(self.count)
+        self.pulses = WakeupPipes(self.count)
         self.only_rows, self.needs_all = plan.only_rows, plan.needs_all
         make = partial(
             ProcessBackend,
@@ -337,7 +337,7 @@ def _stream() -> int:
 
 
 def _close(
-    pulses: Pulses, session: Session, owner: int, timeout: float, raise_on_error: bool
+    pulses: WakeupPipes, session: Session, owner: int, timeout: float, raise_on_error: bool
 ) -> None:
     if owner == os.getpid():  # a forked child has the pipes, too
         pulses.stop()

@@ -13,7 +13,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_key, format_key
 from gleanrl.memory.tensordicts import described
-from gleanrl.policies.units import modules_of
+from gleanrl.policies.submodules import modules_of
 
 _FLAGS = ("done", "terminated", "truncated", IS_INIT)
 _CASTS = (torch.float16, torch.float32, torch.float64)

@@ -40,7 +40,7 @@ from gleanrl.operations.proofs import (
 from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.probe import PolicyTrace, Unit
-from gleanrl.policies.units import units_of
+from gleanrl.policies.submodules import units_of
 
 Tensor: TypeAlias = torch.Tensor
 Written: TypeAlias = dict[Key, Tensor]

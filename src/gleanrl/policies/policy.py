@@ -30,7 +30,7 @@ from gleanrl.policies.random import (
     SpecActions,
     only_draws,
 )
-from gleanrl.policies.units import modules_of
+from gleanrl.policies.submodules import modules_of
 
 __all__ = [
     "Actor",

@@ -38,7 +38,7 @@ from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
 from gleanrl.policies.adapt import Adapted, adapt
 from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
 from gleanrl.policies.env_contract import EnvContract
-from gleanrl.policies.units import children_of, modules_of, selects, units_of, watch_layers
+from gleanrl.policies.submodules import children_of, modules_of, selects, units_of, watch_layers
 
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 _MISFITS = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)

@@ -28,7 +28,7 @@ from gleanrl.operations.proofs import may_lower
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.lowering import Lowered, Lowering, Program, check_unchanged, is_like
 from gleanrl.policies.probe import PolicySignature, call_on
-from gleanrl.policies.units import selects
+from gleanrl.policies.submodules import selects
 
 
 class ProgramPolicy:

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gleanrl.engine.budget import Budget
 from gleanrl.engine.engine import Engine
+from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Rollouts
 from gleanrl.watch.loggers import Loggers, Stats
 from gleanrl.watch.measures import Measures
@@ -63,7 +63,7 @@ class Watching:
             self.end_progress()
             raise
 
-    def begin(self, engine: Engine, budget: Budget, status: Callable[[], Status]) -> None:
+    def begin(self, engine: Engine, budget: FrameCounts, status: Callable[[], Status]) -> None:
         """Begin: the workers of ``engine`` are up. ``status`` returns what `status` does."""
         self._engine, self._budget, self._started = engine, budget, time.time()
         self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
@@ -198,7 +198,7 @@ class Watching:
         self._loggers.close()
 
 
-def _facts(engine: Engine, budget: Budget, measures: Measures, last: bool) -> dict[str, Any]:
+def _facts(engine: Engine, budget: FrameCounts, measures: Measures, last: bool) -> dict[str, Any]:
     """Return the facts that progress shows."""
     return {
         "frames": budget.delivered,

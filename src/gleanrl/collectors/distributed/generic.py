@@ -14,8 +14,8 @@ from gleanrl.collectors.arguments import (
     documents_arguments,
     typed,
 )
+from gleanrl.collectors.backend_choice import selects
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.class_of_backend import selects
 from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any, Unpack
 
 from gleanrl.collectors.arguments import RayArguments, documents_arguments
+from gleanrl.collectors.backend_choice import selects
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.class_of_backend import selects
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.worker_plan import deal, env_functions_of
 from gleanrl.core.errors import ConfigError

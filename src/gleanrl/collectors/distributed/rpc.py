@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack, cast
 
 from gleanrl.collectors.arguments import DistributedArguments, RPCArguments, documents_arguments
-from gleanrl.collectors.class_of_backend import selects
+from gleanrl.collectors.backend_choice import selects
 from gleanrl.collectors.distributed.generic import DistributedCollector
 from gleanrl.collectors.weight_update import RPCWeightUpdater
 

@@ -161,7 +161,7 @@ class Models:
                     load_weights(policy, weights_of(state))
 
 
-class WeightSync(Models):
+class WeightDelivery(Models):
     """Publishes weights to workers: through one publisher for all of them, or by message to some.
 
     Everything is checked here, before anything is sent: weights that do not fit are the caller's

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gleanrl.core.options import FrameBudget
+from gleanrl.core.options import FrameLimits
 
 
 @dataclass(eq=False, slots=True)
-class Budget:
+class FrameCounts:
     """Counts frames from dispatch to delivery, over all workers."""
 
-    limits: FrameBudget
+    limits: FrameLimits
     delivered: int = 0
     under_way: int = 0
     """Frames that were requested and have not arrived."""

@@ -23,7 +23,7 @@ _SPIN_S, _SOON_S = 1e-4, 4e-4
 
 
 @dataclass(frozen=True, slots=True)
-class PulseAddress:
+class WakeupAddress:
     """Where a worker finds the pipes, and opens its ends; can be pickled."""
 
     worker: int
@@ -31,7 +31,7 @@ class PulseAddress:
     answers: FileAddress
 
 
-class Pulses:
+class WakeupPipes:
     """The ends of the process that wakes ``workers`` workers and waits for their answers."""
 
     def __init__(self, workers: int) -> None:
@@ -53,10 +53,10 @@ class Pulses:
         own += self._answers, back
         self._arrival = _Arrival(self._answers)
 
-    def address(self, worker: int) -> PulseAddress:
+    def address(self, worker: int) -> WakeupAddress:
         """Return the address of the pipes of ``worker``."""
         orders, answers = self._orders[worker], self._answers
-        return PulseAddress(worker, FileAddress.of(orders), FileAddress.of(answers))
+        return WakeupAddress(worker, FileAddress.of(orders), FileAddress.of(answers))
 
     def drop_orders(self, worker: int) -> None:
         """Drop the orders that ``worker``, which has ended, has not read."""
@@ -92,10 +92,10 @@ class Pulses:
         self._closing()
 
 
-class PulseEnds:
+class WorkerPipes:
     """The ends of one worker."""
 
-    def __init__(self, address: PulseAddress) -> None:
+    def __init__(self, address: WakeupAddress) -> None:
         """Open them.
 
         Raises:
