@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol, TypeAlias
 
 from gleanrl.core import messages as m
@@ -149,9 +150,10 @@ class Session:
         """The errors of commands whose replies no caller waits for."""
         self._ending: dict[int, Ticket] = {}
         """The tickets of the commands to end."""
-        session: Session = weakref.proxy(self)  # a cycle would keep memory and descriptors
+        # Bound to a proxy, as a cycle would keep memory and descriptors.
+        open_window = MethodType(type(self)._open_window, weakref.proxy(self))
         with naming_limits():
-            self.backend = make_backend(lambda reference: session._open_window(reference))
+            self.backend = make_backend(open_window)
         try:
             self._start(factories, Deadline(start_timeout))
         except BaseException:
