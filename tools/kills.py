@@ -56,7 +56,7 @@ class Case:
 
     kind: str
     victim: str
-    """``"worker"`` or ``"learner"``."""
+    """``"worker"``, ``"policy"`` (its process) or ``"learner"``."""
     index: int
     """Of the victim among the workers."""
     after: float
@@ -82,6 +82,12 @@ def doomed(after: float, note: Path) -> gym.Env[Any, Any]:
     return gym.make("CartPole-v1")
 
 
+def doomed_policy(after: float, note: Path) -> Any:
+    """Make the policy in a process that is killed ``after`` seconds from now."""
+    doom(after, note)
+    return policies.POLICY
+
+
 def factories(case: Case, note: Path) -> list[Callable[[], Any]]:
     """Make one factory per worker; that of the victim dooms its process."""
     made: list[Callable[[], Any]] = [partial(gym.make, "CartPole-v1") for _ in range(WORKERS)]
@@ -100,6 +106,8 @@ def collect(make: Callable[..., Any], case: Case, note: Path, **options: Any) ->
         options: Of the collector; with a ``replay_buffer`` it collects in the background.
     """
     act, buffer = policies.POLICY, options.get("replay_buffer")
+    if case.victim == "policy":
+        options["policy_factory"] = partial(doomed_policy, case.after, note)
     collector = make(factories(case, note), act, frames_per_batch=64, total_frames=-1, **options)
     try:
         if buffer is not None:
@@ -138,7 +146,13 @@ KINDS: dict[str, Callable[[Case, Path], None]] = {
     "nodes": partial(collect, gleanrl.DistributedCollector, sync=True, launcher="mp"),
     "nodes async": partial(collect, gleanrl.DistributedCollector, sync=False, launcher="mp"),
     "ParallelEnv": step_parallel,
+    "central": partial(collect, gleanrl.MultiSyncCollector, inference="central"),
+    "central async": partial(collect, gleanrl.MultiAsyncCollector, inference="central"),
+    "policy process": partial(
+        collect, gleanrl.MultiSyncCollector, inference="central", policy_process=True
+    ),
 }
+WITH_POLICY_PROCESS = "central async", "policy process"
 
 
 def descriptors() -> int:
@@ -155,7 +169,8 @@ def learn(case: Case, note: Path) -> str:
         KINDS[case.kind](case, note)
     except gleanrl.WorkerDied as err:
         seconds, text = time.monotonic() - float(note.read_text()), str(err)
-    named = f"worker {case.index}" in text or f"node {case.index}" in text
+    victim = 0 if case.victim == "policy" else case.index  # its process is the collector's worker
+    named = f"worker {victim} " in text or f"node {victim} " in text
     assert named and "signal 9" in text, f"named wrongly: {text}"
     assert seconds <= LATE_S, f"named after {seconds:.1f} s"
     gc.collect()  # tracebacks hold the collector
@@ -208,6 +223,8 @@ def draw(number: int) -> tuple[str, trials.Call]:
     """Return kind and call of the case of a number."""
     rng = random.Random(number)
     kind, victim = rng.choice(list(KINDS)), rng.choice(["worker", "worker", "learner"])
+    if victim == "worker" and kind in WITH_POLICY_PROCESS:
+        victim = rng.choice(["worker", "policy"])
     case = Case(kind, victim, rng.randrange(WORKERS), rng.uniform(0, 1.0))
     return f"{kind}, {victim}", partial(outcome, case)
 
