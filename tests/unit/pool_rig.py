@@ -7,7 +7,7 @@ import torch
 
 from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
-from gleanrl.core.options import GymOptions, SourceOptions
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.vector import NextStepPool, make_vector
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
@@ -85,7 +85,7 @@ class Counting(FromObservation):
 
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
-    env = make_vector(vector_env, GymOptions(info_keys=info_keys))
+    env = make_vector(vector_env, SourceOptions(info_keys=info_keys))
     kind = PoolRollout if isinstance(env, NextStepPool) else DenseRollout
 
     made = policy(env)

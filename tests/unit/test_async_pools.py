@@ -1,7 +1,7 @@
 """Pools that answer for some of their environments at a time: nothing is lost, and none waits."""
 
 import importlib
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -283,6 +283,104 @@ def test_steps_by_the_methods_in_c_are_those_of_envpools_own(make, policy, kwarg
         for key in mine.keys(True, leaves_only=True):
             assert torch.equal(mine[key][:count], theirs[key][:count]), key
         assert bool(mine["next", "truncated"].any())
+
+
+def mixin(pool):
+    return next(kind for kind in type(pool).__mro__ if kind.__name__ == "EnvPoolMixin")
+
+
+def flips_what_is_sent(pool, patch):
+    def step(self, action, env_id=None):
+        self.send(1 - action, env_id)
+        return self.recv(reset=False, return_info=True)
+
+    patch.setattr(mixin(pool), "step", step)
+
+
+def doubles_rewards_around_step(pool, patch):
+    own = mixin(pool).step
+
+    def step(self, action, env_id=None):
+        observation, reward, *rest = own(self, action, env_id)
+        return observation, reward * 2, *rest
+
+    patch.setattr(mixin(pool), "step", step)
+
+
+def flips_in(name):
+    def change(pool, patch):
+        own = getattr(mixin(pool), name)
+
+        def flipping(self, actions, *ids):
+            if name == "_check_action":
+                actions[2][...] = 1 - actions[2]
+                return own(self, actions)
+            return own(self, 1 - actions, *ids)
+
+        patch.setattr(mixin(pool), name, flipping)
+
+    return change
+
+
+def doubles_rewards_under_wraps(pool, patch):
+    own = type(pool)._to
+
+    @wraps(own)
+    def doubled(self, state, reset, return_info):
+        result = own(self, state, reset, return_info)
+        return result if reset else (result[0], result[1] * 2, *result[2:])
+
+    patch.setattr(type(pool), "_to", doubled)
+
+
+def doubles_what_is_received(pool, patch):
+    own, place = pool._recv, pool._state_keys.index("reward")
+    pool._recv = lambda: [one * 2 if i == place else one for i, one in enumerate(own())]
+
+
+def flips_what_cpp_gets(pool, patch):
+    own = pool._send
+    pool._send = lambda given: own([*given[:2], (1 - given[2]).astype(given[2].dtype)])
+
+
+def turns_ids_round(pool, patch):
+    pool._all_env_ids = np.arange(4, dtype=np.int32)[::-1].copy()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        flips_what_is_sent,
+        doubles_rewards_around_step,
+        flips_in("_from"),
+        flips_in("_check_action"),
+        doubles_rewards_under_wraps,
+        doubles_what_is_received,
+        flips_what_cpp_gets,
+        turns_ids_round,
+    ],
+)
+@pytest.mark.parametrize("when", [0, 2])
+def test_what_replaces_a_part_of_envpools_step_is_called(change, when):
+    found = []
+    for fast in (True, False):
+        pool = cartpoles(num_envs=4, seed=5, max_episode_steps=30)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Collector(pool, balance, frames_per_batch=40, total_frames=-1, fast=fast) as one,
+        ):
+            batches, mine = iter(one), []
+            for index in range(4):
+                if index == when:
+                    assert ("C++" in one.explain()) is (fast and when > 0)
+                    change(pool, patch)
+                mine.append(next(batches).clone())
+            found.append(mine)
+            if change is not turns_ids_round:
+                assert "called as it is by its own step" in one.explain()
+    for mine, plain in zip(*found, strict=True):
+        for key in plain.keys(True, leaves_only=True):
+            assert torch.equal(mine[key], plain[key]), key
 
 
 def test_seeds_repeat_streams_and_resets_count_what_they_discard():

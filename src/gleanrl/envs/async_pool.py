@@ -10,7 +10,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int
+from gleanrl.core.options import OwnOptions, check_int
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.simulators import StateError
 from gleanrl.envs.state_kinds import Node
@@ -32,12 +32,13 @@ class AsyncPool(VectorAdapter):
 
     _resets: _EnvPool | _Ale
 
-    def __init__(self, env: Any, options: GymOptions, again: Callable[[], Any] | None) -> None:
+    def __init__(self, env: Any, options: OwnOptions, again: Callable[[], Any] | None) -> None:
         """Take over ``env``, which was not reset.
 
         Args:
             env: The pool.
-            options: How data are stored.
+            options: How data are stored, and whether an EnvPool may be called otherwise than as it
+                is.
             again: Makes another one like it, if that is known.
 
         Raises:

@@ -1,116 +1,99 @@
 """The steps of an EnvPool by its C++ methods, without the Python around them.
 
 `EnvPool.step` sorts names and looks up settings at each call, which takes longer than the steps of
-many environments. Its results are the arrays of its C++ methods, and which ones is always the same.
-So the first step notes where they come from, if the code of EnvPool is the known one.
+many environments. It passes on the arrays of its C++ methods, always in the same way. Which way is
+asked of EnvPool's own code before each rollout, if that is the code known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
 from gleanrl.core.window import Array
 
-_USES: Mapping[str, set[str]] = {
-    "step": {"send", "recv"},
-    "send": {"_from", "_check_action", "_send"},
-    "recv": {"_recv", "_to", "hasattr", "_state_names", "_state_keys", "dict", "zip"}
-    | {"np", "array", "_last_players_env_id"},
-}
-"""The names that the code of EnvPool's methods uses; versions with others are called as usual."""
-_INHERITED = (*_USES, "_from", "_check_action")
+_PYTHON = (
+    *("step", "send", "recv", "_from", "_check_action", "_infer_players_env_id"),
+    *("all_env_ids", "config", "_to"),
+)
+"""What a step uses of EnvPool's classes that is written in Python."""
+_CPP = ("_send", "_recv")
+_HOMES = ("envpool.python.envpool", "envpool.python.gymnasium_envpool")
+_PROVEN = "677f17cbeaef66db"
+"""The beginning of the SHA-256 of the source of `_PYTHON`, in envpool 1.2.5."""
 _DONE, _CUT = np.array([[False, True, False, True], [False, False, True, True]])
 
 
-class EnvPoolSteps:
-    """`step` of one EnvPool, with only ``"env_id"`` in its ``infos``."""
+def direct_step(env: Any) -> Callable[..., Any] | None:
+    """Return what gives the results of ``env.step`` in one rollout, with less in between.
 
-    def __init__(self, env: Any) -> None:
-        """Step ``env``."""
-        self._env = env
-        self._short: Callable[..., Any] | None = None
-        """The shorter way, once the first step has shown that there is one."""
-        self._looked = False
+    Its ``infos`` have only ``"env_id"``.
 
-    @property
-    def are_short(self) -> bool:
-        """Whether it is known, after a first step, that the shorter way is the same."""
-        return self._short is not None and _is_known(self._env)
-
-    def method(self) -> Callable[..., Any]:
-        """Return the function that takes the actions and ids of ``env.step`` in one rollout."""
-        if (self._looked and self._short is None) or not _is_known(self._env):
-            whole: Callable[..., Any] = self._env.step
-            return whole
-        return self._short or self._first
-
-    def _first(self, actions: Any, ids: Array | None = None) -> Any:
-        """Step as EnvPool does, and look where its results come from."""
-        env = self._env
-        given = env._from(actions, ids)
-        env._check_action(given)
-        env._send(given)
-        state = env._recv()
-        result = env._to(state, False, True)
-        if not self._looked:
-            self._looked = True
-            envs = env.all_env_ids if ids is None else ids
-            if _are_passed_on(env, given, envs, actions):
-                self._short = _short(env, given[2].dtype, state, result)
-        return result
-
-
-def _is_known(env: Any) -> bool:
-    """Tell whether the methods around the C++ methods are EnvPool's, as they are known here."""
-    kind = type(env)
-    own = vars(next(base for base in kind.__mro__ if base.__name__ == "EnvPoolMixin"))
-    if not vars(env).keys().isdisjoint((*_INHERITED, "_to")):
-        return False
-    if any(getattr(kind, name, None) is not own.get(name) for name in _INHERITED):
-        return False
-    codes = [own[name].__code__ for name in _USES if isinstance(own.get(name), FunctionType)]
-    if any(not used.issuperset(c.co_names) for used, c in zip(_USES.values(), codes, strict=False)):
-        return False
-    return len(codes) == len(_USES) and kind._to.__module__.startswith("envpool.")
-
-
-def _are_passed_on(env: Any, given: Sequence[Any], ids: Array, actions: Any) -> bool:
-    """Tell whether ``given``, for the C++ method, are ``ids``, ``ids`` again and ``actions``."""
-    names = list(env._spec._action_keys)
-    if len(names) != 3 or names[:2] != ["env_id", "players.env_id"]:
-        return False
-    pairs = zip(given, (ids, ids, actions), strict=True)
-    return all(isinstance(b, np.ndarray) and np.array_equal(a, b) for a, b in pairs) and (
-        given[0].dtype == given[1].dtype == ids.dtype
-    )
-
-
-def _short(env: Any, kind: Any, state: Sequence[Array], result: Any) -> Callable[..., Any] | None:
-    """Return a shorter way from actions to results; ``None`` if it would differ.
-
-    Args:
-        env: The pool.
-        kind: The dtype of its actions.
-        state: What its C++ method returned.
-        result: What EnvPool made of it.
+    Returns:
+        A function of the actions and ids; ``None`` until ``env`` has checked the actions of its
+        first step, and if anything that a step uses is not known to be EnvPool's own.
     """
-    observation, reward, _, truncated, infos = result
-    wanted = (observation, reward, truncated, infos.get("env_id"))
-    places = [place for one in wanted for place, array in enumerate(state) if array is one]
-    names = list(env._state_keys)
-    if len(places) != len(wanted) or "done" not in names:
+    own = vars(env).keys()
+    if "_check_action_finished" not in own or not own.isdisjoint((*_PYTHON, *_CPP)):
         return None
-    seen, gain, cut, who = places
-    over = names.index("done")
-    tried = list(state)
+    return _direct(env) if _is_known(type(env)) else None
+
+
+def _is_known(kind: type) -> bool:
+    """Tell whether the methods that a step uses are EnvPool's, as they are known here."""
+    values = [getattr(kind, name, None) for name in _PYTHON]
+    functions: list[Any] = [one.fget if isinstance(one, property) else one for one in values]
+    if not all(
+        # Not ``__module__``, which wrappers copy.
+        isinstance(one, FunctionType) and one.__globals__.get("__name__") in _HOMES
+        for one in functions
+    ):
+        return False
+    if not all(isinstance(getattr(kind, name), BuiltinFunctionType) for name in _CPP):
+        return False
+    return _are_proven(*(one.__code__ for one in functions))
+
+
+@functools.lru_cache(maxsize=8)
+def _are_proven(*codes: CodeType) -> bool:
+    """Tell whether ``codes`` are from the sources that `_direct` was compared with."""
+    with suppress(OSError, TypeError):
+        source = "".join(map(inspect.getsource, codes))
+        return sha256(source.encode()).hexdigest().startswith(_PROVEN)
+    return False
+
+
+def _direct(env: Any) -> Callable[..., Any] | None:
+    """Return the way that EnvPool's methods have arrays take; ``None`` if it is not direct."""
+    everyone, names = env.all_env_ids, list(env._state_keys)
+    if len(env._spec._action_keys) != 3:
+        return None
+    given = env._from(everyone, everyone)
+    kind = given[2].dtype
+    if any(
+        one.dtype != dtype or not np.array_equal(one, everyone.astype(dtype))
+        for one, dtype in zip(given, (np.int32, np.int32, kind), strict=True)
+    ):
+        return None
+    tried: list[Array] = [np.zeros(4) for _ in names]
+    over, cut = names.index("done"), names.index("trunc")
     tried[over], tried[cut] = _DONE, _CUT
-    if not np.array_equal(env._to(tried, False, True)[2], np.greater(_DONE, _CUT)):
+    observation, reward, ended, truncated, infos = env._to(tried, False, True)
+    wanted = (observation, reward, infos["env_id"])
+    places = [place for one in wanted for place, array in enumerate(tried) if array is one]
+    if truncated is not _CUT or not np.array_equal(ended, np.greater(_DONE, _CUT)):
         return None
-    send, recv, greater, everyone = env._send, env._recv, np.greater, env.all_env_ids
+    if len(places) != len(wanted):  # several observations
+        return None
+    seen, gain, who = places
+    send, recv, greater = env._send, env._recv, np.greater
 
     def step(actions: Array, ids: Array | None = None) -> Any:
         envs = everyone if ids is None else ids

@@ -18,9 +18,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
-from gleanrl.core.options import GymOptions, check_int
+from gleanrl.core.options import GymOptions, OwnOptions, check_int
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.envpool_steps import EnvPoolSteps
+from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.state_kinds import Node
@@ -333,7 +333,7 @@ class VectorResets:
 class EnvPoolResets(VectorResets):
     """Resets and seeds an EnvPool with the Gymnasium interface; it must answer for all at once."""
 
-    def __init__(self, env: Any, options: GymOptions) -> None:
+    def __init__(self, env: Any, options: OwnOptions) -> None:
         if not isinstance(env, gym.Env):
             raise ConfigError(
                 f"{type(env).__name__} has EnvPool's dm_env interface; make it with "
@@ -342,16 +342,18 @@ class EnvPoolResets(VectorResets):
         _make_spaces(env)
         super().__init__(env, in_step=False, singly=True)
         # Entries of infos are as EnvPool makes them.
-        self._steps = None if options.info_keys else EnvPoolSteps(env)
-        """The steps of the present pool."""
+        self._may_be_direct = options.fast and not options.info_keys
 
     def explain(self) -> str:
-        short = self._steps is not None and self._steps.are_short
-        return "stepped by its C++ methods" if short else super().explain()
+        return "stepped by its C++ methods" if self._direct else super().explain()
 
     @property
     def step(self) -> Callable[..., Any]:
-        return super().step if self._steps is None else self._steps.method()
+        return self._direct or super().step
+
+    @property
+    def _direct(self) -> Callable[..., Any] | None:
+        return direct_step(self.env) if self._may_be_direct else None
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
         result = self.env.reset(**({"options": dict(options)} if options else {}))
@@ -373,8 +375,6 @@ class EnvPoolResets(VectorResets):
         _make_spaces(fresh)
         self.env.close()
         self.env = fresh
-        if self._steps is not None:
-            self._steps = EnvPoolSteps(fresh)
 
 
 def _make_spaces(env: Any) -> None:
@@ -397,12 +397,12 @@ def is_vector_env(given: Any) -> bool:
     return isinstance(given, VectorEnv) or is_envpool(given)
 
 
-def make_vector(env: Any, options: GymOptions) -> VectorAdapter:
+def make_vector(env: Any, options: OwnOptions) -> VectorAdapter:
     """Return the adapter for the reset mode of ``env``.
 
     Args:
         env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
-        options: How data are stored.
+        options: How data are stored, and whether an EnvPool may be called otherwise than as it is.
 
     Returns:
         An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
