@@ -106,7 +106,7 @@ def unverified(collection: Collection, allow_pickle: bool) -> str | None:
         ConfigError: environments of this collector cannot be checked.
     """
     plan, engine = collection.plan, collection.engine
-    given = (env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn]))
+    given = [env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn])]
     if any(is_built(env) and not isinstance(env, Verifiable) for env in given):
         raise ConfigError(
             "verify=True compares environments made anew; not with an environment that was built "
@@ -116,9 +116,11 @@ def unverified(collection: Collection, allow_pickle: bool) -> str | None:
         collection.settle()
         alive = engine.alive
         commands = {w: m.Verify(engine.place(w), VERIFIED_STEPS, allow_pickle) for w in alive}
-        for worker, found in engine.request_each(commands, 3 * CHECK_TIMEOUT_S).items():
+        # With asynchronous central inference, workers of environments are checked in turns.
+        limit = (3 + 2 * len(given)) * CHECK_TIMEOUT_S
+        for worker, found in engine.request_each(commands, limit).items():
             if found is not None:
-                return f"{found}" if plan.in_process else f"in worker {worker}, {found}"
+                return str(found) if plan.in_process else f"in worker {worker}, {found}"
     return None
 
 
