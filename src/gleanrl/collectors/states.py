@@ -74,7 +74,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
         )
         return {
             **_entries(engine, states, policies),
-            "frames": collection.budget.delivered,
+            "frames": collection.counts.delivered,
             "iter": collection.batches,
             "envs": engine.num_envs,
             "statistics": collection.watching.measures.state_dict(),
@@ -318,14 +318,14 @@ def _read(
 def _apply(collection: Collection, parts: _Parts) -> str | None:
     """Take over a state; return which environments begin new episodes, and why."""
     engine, weights, state = collection.engine, collection.weights, parts.state
-    frames = int(state.get("frames", collection.budget.delivered))
+    frames = int(state.get("frames", collection.counts.delivered))
     _number_lives(engine, parts.entries)
     answers = collection.restart(parts.commands)
     weights.restore(parts.policies)
     weights.load_schedule(state.get("schedule"))
-    collection.budget.delivered = frames
+    collection.counts.delivered = frames
     collection.batches = int(state.get("iter", collection.batches))
-    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.budget)
+    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.counts)
     if "trajectories" in state:
         collection.pipeline.load_state(state["trajectories"])
     if "ledger" in state:
