@@ -40,8 +40,9 @@ def preserved() -> Iterator[None]:
     the other: one that compares what is drawn would see the numbers that another one draws.
     """
     (turn,) = _turns
-    taken = turn.acquire(timeout=_TURN_S)
+    taken = False
     try:
+        taken = turn.acquire(timeout=_TURN_S)
         with _restored():
             yield
     finally:
