@@ -18,8 +18,8 @@ from gleanrl.transport.inline import InlineBackend
 
 
 def collect(engine, timeout=None):
-    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
-    batch, _ = engine.collect(budget, timeout)
+    counts = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(counts, timeout)
     return batch
 
 
@@ -174,15 +174,15 @@ def test_inline_workers_run_in_the_order_they_were_asked():
 def test_a_command_has_only_those_rollouts_made_again_that_came_before_it(quick):
     slow = 1 - quick
     engine = make_engine({(slow, 0): Act(after=10.0)})
-    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
+    counts = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
     for _ in range(2):  # begins a batch; takes in what has come of it
-        assert not engine.ready(budget, feed=True, timeout=None)
+        assert not engine.ready(counts, feed=True, timeout=None)
     command = m.SetState({"rollouts": 100})
-    engine.restart({0: command, 1: command}, budget, timeout=None)
-    batch, _ = engine.collect(budget)
+    engine.restart({0: command, 1: command}, counts, timeout=None)
+    batch, _ = engine.collect(counts)
     stamps = check_stamps(batch)
     assert stamps[quick] == quick * 10**6 + 100
     assert stamps[slow] == slow * 10**6  # the slow one came to it after the command
     assert engine.discards.total() == 16
-    assert (budget.delivered, budget.under_way) == (32, 0)
-    assert check_stamps(engine.collect(budget)[0])[quick] == quick * 10**6 + 101
+    assert (counts.delivered, counts.under_way) == (32, 0)
+    assert check_stamps(engine.collect(counts)[0])[quick] == quick * 10**6 + 101

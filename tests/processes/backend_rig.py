@@ -221,6 +221,6 @@ def running(make_backend, factories, steps, **options):
 
 
 def collect(engine, timeout=30.0):
-    budget = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
-    batch, _ = engine.collect(budget, timeout)
+    counts = FrameCounts(FrameLimits(frames_per_batch=1, total_frames=None))
+    batch, _ = engine.collect(counts, timeout)
     return batch

@@ -90,6 +90,7 @@ INPUTS = SIZES | {"TensorDict methods": (4, 2), "odd": (4, 2)}
 
 
 @pytest.mark.covering
+@pytest.mark.filterwarnings("ignore:frames_per_batch .* is not a multiple")
 @pytest.mark.parametrize("policy", ["greedy", "recurrent", "on TensorDicts"])
 @pytest.mark.parametrize("env", MAKES)
 def test_each_environment_has_the_stream_that_it_has_in_this_process(env, policy):

@@ -163,10 +163,10 @@ SCRIPT = """
     backend = ProcessBackend()
     engine = Engine(lambda _: backend, [Stuck] * 2)
     limits = FrameLimits(frames_per_batch=16, total_frames=None)
-    budget = engine.plan(limits, [8, 8], BatchOptions(stacked=True))
-    engine.collect(budget)
+    counts = engine.plan(limits, [8, 8], BatchOptions(stacked=True))
+    engine.collect(counts)
     print(*backend.pids, flush=True)
-    engine.collect(budget)
+    engine.collect(counts)
 """
 
 

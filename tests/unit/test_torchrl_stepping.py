@@ -318,11 +318,18 @@ def counted():
     return StepCounter(3)
 
 
+def begins():
+    """Return an environment whose statistics of rewards begin with its first step."""
+    norm = VecNorm(in_keys=[*SEEN, "reward"], decay=0.9, new_api=False)
+    return TransformedEnv(base(), norm)
+
+
 @pytest.mark.parametrize(
     ("build", "why"),
     [
         (lambda: normed(as_many_noops, skip, counted), "counts members that a partial reset"),
         (lambda: normed(counted), "counts members that a partial reset"),
+        (begins, "VecNorm has no statistics of some of its entries yet"),
         (one((RewardSum, skip)), "FrameSkipTransform is not the first"),
         (one((EndOfLifeTransform, noops)), "NoopResetEnv is not the first"),
         (around((skip, RewardSum)), "FrameSkipTransform is not the first"),

@@ -35,7 +35,6 @@ from tensordict.nn import InteractionType
 from gleanrl.collectors.argument_texts import by_topic, text_of
 from gleanrl.collectors.hooks import PostHook, PreHook
 from gleanrl.collectors.save_on_sigterm import check_preemption
-from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
@@ -43,6 +42,7 @@ from gleanrl.core.options import (
     seconds,
     warn,
 )
+from gleanrl.core.retry_limits import read_allowance
 from gleanrl.engine.early_stop import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode

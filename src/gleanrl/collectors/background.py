@@ -161,9 +161,9 @@ class BackgroundFilling:
     Only the thread refers to the collection, so that this object can be part of a finalizer.
     """
 
-    def __init__(self, engine: Engine, budget: FrameCounts, timeout: float | None) -> None:
+    def __init__(self, engine: Engine, counts: FrameCounts, timeout: float | None) -> None:
         """Prepare to collect with ``engine``; nothing runs before `start`."""
-        self._engine, self._budget, self._timeout = engine, budget, timeout
+        self._engine, self._counts, self._timeout = engine, counts, timeout
         self._buffer: ReplayBuffer | None = None
         """The replay buffer; buffers of other libraries have no rate limit."""
         self._held_since: float | None = None
@@ -260,17 +260,17 @@ class BackgroundFilling:
         held = False
         try:
             with self._engine.turn(None):
-                held = feed and not self._budget.exhausted and self._holds()
+                held = feed and not self._counts.exhausted and self._holds()
                 feed = feed and not held
-                if feed and self._budget.wants_more:
+                if feed and self._counts.wants_more:
                     collection.announce()
-                ready = self._engine.ready(self._budget, feed, self._timeout)
+                ready = self._engine.ready(self._counts, feed, self._timeout)
                 if self._ending:  # gathering may have allowed workers to continue
                     self._engine.backend.stop_byte[0] = 1
                 if ready:
                     collection.collect(feed)
                     return True
-                more = feed and self._budget.wants_more  # all who were asked may have been lost
+                more = feed and self._counts.wants_more  # all who were asked may have been lost
                 if self._engine.gather.idle and not (held or more):
                     return False
         except BaseException as err:
@@ -287,7 +287,7 @@ class BackgroundFilling:
     def _holds(self) -> bool:
         """Tell whether the collector must wait for the learner."""
         if self._buffer is not None and self._buffer.limiter is not None:
-            under_way = self._budget.under_way
+            under_way = self._counts.under_way
             held = self._buffer.limiter.holds(self._buffer.storage, under_way)
             self._held_since = (self._held_since or time.monotonic()) if held else None
         return self._held_since is not None

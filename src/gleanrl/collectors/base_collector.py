@@ -151,7 +151,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             undo.pop_all()
         # The finalizer must not hold the collector itself, or it would never be collected.
         self._closing = weakref.finalize(self, self._background.end, CLOSE_TIMEOUT_S)
-        self._watching.begin(engine, collection.budget, collection.status)
+        self._watching.begin(engine, collection.counts, collection.status)
         if arguments["preemption_path"] is not None:
             self._preemption = self._handle_sigterm()
             weakref.finalize(self, self._preemption.end)
@@ -233,7 +233,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 if self._preemption is not None:
                     self._preemption.reached()
                 while not collection.ready:
-                    if collection.budget.exhausted:
+                    if collection.counts.exhausted:
                         return
                     try:
                         collection.ready = collection.collect()
@@ -286,7 +286,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         Raises:
             TypeError: the collector is endless.
         """
-        limits = self.collection.budget.limits
+        limits = self.collection.counts.limits
         if limits.total_frames is None:
             raise TypeError("this collector is endless (total_frames=-1): it has no length")
         return limits.total_frames // limits.frames_per_batch
@@ -605,7 +605,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     @property
     def frames_per_batch(self) -> int:
         """Frames of one batch, rounded up to whole steps."""
-        return self.collection.budget.limits.frames_per_batch
+        return self.collection.counts.limits.frames_per_batch
 
     requested_frames_per_batch = frames_per_batch
 
@@ -616,13 +616,13 @@ class BaseCollector(Controls, IterableDataset[Any]):
     @property
     def total_frames(self) -> int | float:
         """Frames after which iteration ends, rounded up to whole batches; infinity if endless."""
-        total = self.collection.budget.limits.total_frames
+        total = self.collection.counts.limits.total_frames
         return float("inf") if total is None else total
 
     @property
     def init_random_frames(self) -> int:
         """Frames at the start with random actions, without a call of the policy."""
-        return self.collection.budget.limits.init_random_frames
+        return self.collection.counts.limits.init_random_frames
 
     @property
     def closed(self) -> bool:

@@ -85,7 +85,7 @@ class Collection:
         """The workers' reports about the newest batch."""
         if plan.central is not None:
             engine.told_by(plan.central.start().session)
-        self.budget = _budget(plan, engine)
+        self.counts = _frame_counts(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = CollectorWeights(engine, plan, watching)
@@ -93,7 +93,7 @@ class Collection:
         if plan.relaunches is not None:
             models = cast("WeightDelivery", self.weights.models)
             self._replacements = PolicyReplacements(engine, models, plan.relaunches)
-        self.filling = BackgroundFilling(engine, self.budget, self.timeout)
+        self.filling = BackgroundFilling(engine, self.counts, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
 
@@ -133,17 +133,17 @@ class Collection:
             weights.before_batch()
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
         if self._late is None:
-            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+            batch, reports = self.engine.collect(self.counts, self.timeout, feed)
         else:
             with self._late:
-                batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+                batch, reports = self.engine.collect(self.counts, self.timeout, feed)
         while self.plan.max_lag is not None and feed and self._is_old(batch, reports):
-            batch, reports = self.engine.collect(self.budget, self.timeout, feed)
+            batch, reports = self.engine.collect(self.counts, self.timeout, feed)
         cut_short = any(r.steps < self.engine.steps[worker] for worker, r in reports.items())
         if cut_short and batch is not None and MASK not in batch.keys(True):
             # Shutting down stopped it, and nothing in it says which of its frames are valid.
             frames = sum(report.frames for report in reports.values())
-            self.budget.delivered -= frames
+            self.counts.delivered -= frames
             self.engine.discards["stop"] += frames
             raise ClosedError("the collector was shut down while it collected")
         self._reports = reports
@@ -163,7 +163,7 @@ class Collection:
             self._old_in_a_row = 0
             return False
         frames = sum(report.frames for report in reports.values())
-        self.budget.delivered -= frames
+        self.counts.delivered -= frames
         self.engine.discards["lag"] += frames
         self.pipeline.forget(batch)
         self._note_mishaps(reports)
@@ -226,7 +226,7 @@ class Collection:
             self.finish_filling()
             self.ready.clear()
             self.pipeline.forget()
-            return self.engine.restart(commands, self.budget)
+            return self.engine.restart(commands, self.counts)
 
     def finish_filling(self) -> None:
         """Collect the rollouts under way that workers write to the buffer, and count their rows."""
@@ -242,7 +242,7 @@ class Collection:
         """Collect all rollouts under way."""
         engine = self.engine
         while not engine.gather.idle:
-            if not engine.ready(self.budget, False, self.timeout):
+            if not engine.ready(self.counts, False, self.timeout):
                 engine.wait(_LOOK_S)  # workers that are lost meanwhile deliver nothing
                 continue
             delivered = self.collect(feed=False)
@@ -281,8 +281,8 @@ class Collection:
 
     def describe(self) -> str:
         """Return class, workers, environments, progress and state in one line."""
-        engine, total = self.engine, self.budget.limits.total_frames
-        frames = f"{self.budget.delivered:,}" + (f"/{total:,}" if total else "")
+        engine, total = self.engine, self.counts.limits.total_frames
+        frames = f"{self.counts.delivered:,}" + (f"/{total:,}" if total else "")
         workers = "" if type(engine.backend) is InlineBackend else f"workers={engine.workers}, "
         return f"{self._name}({workers}envs={engine.num_envs}, frames={frames}, {self._state()})"
 
@@ -293,7 +293,7 @@ class Collection:
             return "closed"
         if self.filling.is_running():
             return "paused" if self.filling.paused else "collecting in the background"
-        return "completed" if self.budget.exhausted else "collecting"
+        return "completed" if self.counts.exhausted else "collecting"
 
     def status(self) -> Mapping[str, Any]:
         """Return the values that ``gleanrl top`` shows."""
@@ -362,7 +362,7 @@ class Collection:
         }
 
     def _totals(self) -> dict[str, int | float | bool]:
-        engine, limits = self.engine, self.budget.limits
+        engine, limits = self.engine, self.counts.limits
         total = limits.total_frames
         return {
             **self._ledger(),
@@ -374,7 +374,7 @@ class Collection:
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self.weights.number,
-            "completed": self.budget.exhausted,
+            "completed": self.counts.exhausted,
             "closed": engine.closed,
             "running": self.filling.is_running(),
             "failed": engine.failure is not None,
@@ -385,7 +385,7 @@ class Collection:
 
     def _ledger(self) -> dict[str, int]:
         """Return the frames that workers have reported, and what became of them."""
-        engine, delivered = self.engine, self.budget.delivered
+        engine, delivered = self.engine, self.counts.delivered
         waiting = sum(report.frames for report in engine.gather.waiting())
         stopped, waiting = (waiting, 0) if engine.closed else (0, waiting)
         unfinished = self._unfinished + self.pipeline.discarded
@@ -430,8 +430,8 @@ class Collection:
         }
 
 
-def _budget(plan: WorkerPlan, engine: Engine) -> FrameCounts:
-    """Reserve memory for the batches that ``plan`` asks for; return their budget."""
+def _frame_counts(plan: WorkerPlan, engine: Engine) -> FrameCounts:
+    """Reserve memory for the batches that ``plan`` asks for; return their frame counts."""
     stopped: Callable[[], bool] = bool
     if isinstance(plan.interruptor, Interruptor):
         plan.interruptor.attach(engine.backend.stop_byte)

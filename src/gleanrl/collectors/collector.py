@@ -170,7 +170,7 @@ class Collector(BaseCollector):
         }
         plan = WorkerPlan({**arguments, **own}, self.collection.plan.functions, sync=False)
         # The user was warned when these were rounded.
-        plan.limits = replace(self.collection.budget.limits, total_frames=None)
+        plan.limits = replace(self.collection.counts.limits, total_frames=None)
         return plan
 
     def _continue_in_worker(self, state: Mapping[str, Any], number: int) -> None:

@@ -260,7 +260,7 @@ class _Player:
         collection = self.collector.collection
         while True:
             with collection.engine.turn(None):
-                if collection.engine.ready(collection.budget, True, collection.timeout):
+                if collection.engine.ready(collection.counts, True, collection.timeout):
                     return collection.collect()[0], collection.newest()[1]
             collection.engine.backend.wait(_POLL_INTERVAL_S)
 

@@ -74,7 +74,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
         )
         return {
             **_entries(engine, states, policies),
-            "frames": collection.budget.delivered,
+            "frames": collection.counts.delivered,
             "iter": collection.batches,
             "envs": engine.num_envs,
             "statistics": collection.watching.measures.state_dict(),
@@ -106,7 +106,7 @@ def unverified(collection: Collection, allow_pickle: bool) -> str | None:
         ConfigError: environments of this collector cannot be checked.
     """
     plan, engine = collection.plan, collection.engine
-    given = (env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn]))
+    given = [env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn])]
     if any(is_built(env) and not isinstance(env, Verifiable) for env in given):
         raise ConfigError(
             "verify=True compares environments made anew; not with an environment that was built "
@@ -116,9 +116,11 @@ def unverified(collection: Collection, allow_pickle: bool) -> str | None:
         collection.settle()
         alive = engine.alive
         commands = {w: m.Verify(engine.place(w), VERIFIED_STEPS, allow_pickle) for w in alive}
-        for worker, found in engine.request_each(commands, 3 * CHECK_TIMEOUT_S).items():
+        # With asynchronous central inference, workers of environments are checked in turns.
+        limit = (3 + 2 * len(given)) * CHECK_TIMEOUT_S
+        for worker, found in engine.request_each(commands, limit).items():
             if found is not None:
-                return f"{found}" if plan.in_process else f"in worker {worker}, {found}"
+                return str(found) if plan.in_process else f"in worker {worker}, {found}"
     return None
 
 
@@ -316,14 +318,14 @@ def _read(
 def _apply(collection: Collection, parts: _Parts) -> str | None:
     """Take over a state; return which environments begin new episodes, and why."""
     engine, weights, state = collection.engine, collection.weights, parts.state
-    frames = int(state.get("frames", collection.budget.delivered))
+    frames = int(state.get("frames", collection.counts.delivered))
     _number_lives(engine, parts.entries)
     answers = collection.restart(parts.commands)
     weights.restore(parts.policies)
     weights.load_schedule(state.get("schedule"))
-    collection.budget.delivered = frames
+    collection.counts.delivered = frames
     collection.batches = int(state.get("iter", collection.batches))
-    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.budget)
+    engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.counts)
     if "trajectories" in state:
         collection.pipeline.load_state(state["trajectories"])
     if "ledger" in state:

@@ -19,7 +19,6 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.weight_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
-from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
     FrameLimits,
@@ -31,6 +30,7 @@ from gleanrl.core.options import (
     warn,
 )
 from gleanrl.core.protocols import SourceFactory
+from gleanrl.core.retry_limits import read_allowance
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink

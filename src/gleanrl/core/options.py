@@ -60,7 +60,7 @@ class FrameLimits:
         )
 
     def rounded(self, frames_per_batch: int, num_envs: int) -> FrameLimits:
-        """Return the budget of batches that hold ``frames_per_batch`` frames, with a warning."""
+        """Return the limits of batches that hold ``frames_per_batch`` frames, with a warning."""
         given, total, notes = self.frames_per_batch, self.total_frames, []
         if given != frames_per_batch:
             uneven = (

@@ -36,24 +36,24 @@ class AsyncGather(Gather):
         """Rollouts of an earlier collector that it did not deliver."""
 
     def batch(
-        self, budget: FrameCounts, timeout: float | None, feed: bool = True
+        self, counts: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the rollout that arrived first, and keep every worker busy."""
         session = self.session
         if feed and session.can_continue:
-            self._feed_all(budget, one=True)
+            self._feed_all(counts, one=True)
         self.meanwhile()
         if self._taken_back:
             worker, report, batch = self._taken_back.popleft()
-            budget.deliver(self._frames[worker], report.frames)
+            counts.deliver(self._frames[worker], report.frames)
             return batch, {worker: report}
         if timeout is not None:
             self._catch_up(timeout)
         while (first := self._first()) is None:
             session.raise_if_failed()
-            self._drop_lost(budget)
+            self._drop_lost(counts)
             if feed and self.idle:  # all workers with a request were lost
-                self._feed_all(budget, one=True)
+                self._feed_all(counts, one=True)
             session.receive_in_time(Deadline(timeout), self._heads(), TASK)
             if not session.can_continue:  # raised after the delivery of all arrived rollouts
                 session.receive_available()
@@ -61,19 +61,19 @@ class AsyncGather(Gather):
         slots, (_, slot) = self._slots[worker], self._queues[worker].popleft()
         if not isinstance(first.reply, m.Rolled):
             slots.release(slot)
-            budget.cancel(requested)
+            counts.cancel(requested)
             assert first.error is not None
             raise first.error
         report = first.reply.report
-        budget.deliver(requested, report.frames)
+        counts.deliver(requested, report.frames)
         batch = slots.hand_over(slot, [report])
         if feed and self.session.can_continue:  # else: only what was begun is delivered
-            self._feed(worker, budget, _DEPTH)
+            self._feed(worker, counts, _DEPTH)
         return batch, {worker: report}
 
-    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
+    def ready(self, counts: FrameCounts, feed: bool, timeout: float | None) -> bool:
         if feed and self.session.can_continue:
-            self._feed_all(budget)
+            self._feed_all(counts)
         if self._taken_back:
             return True
         if timeout is None:
@@ -81,7 +81,7 @@ class AsyncGather(Gather):
         if timeout is not None or self._first() is None:
             self._catch_up(timeout)
         if self._first() is None and self.session.can_continue:
-            self._drop_lost(budget)
+            self._drop_lost(counts)
             return False
         return True
 
@@ -106,54 +106,54 @@ class AsyncGather(Gather):
                 found.append((worker, replace(report, payload=None), batch))
         return found
 
-    def take_back(self, rollouts: Sequence[Undelivered], budget: FrameCounts) -> None:
+    def take_back(self, rollouts: Sequence[Undelivered], counts: FrameCounts) -> None:
         for worker, report, batch in rollouts:
-            budget.dispatch(self._frames[worker])
+            counts.dispatch(self._frames[worker])
             self._taken_back.append((worker, report, batch))
 
-    def _feed_all(self, budget: FrameCounts, one: bool = False) -> None:
-        """Request rollouts as the budget allows, and ``one`` in any case, which a caller gets."""
-        self._drop_lost(budget)
-        for depth in range(1, _DEPTH + 1):  # in turn: a short budget is shared out
+    def _feed_all(self, counts: FrameCounts, one: bool = False) -> None:
+        """Request rollouts as the frame counts allow, and in any case ``one``, for a caller."""
+        self._drop_lost(counts)
+        for depth in range(1, _DEPTH + 1):  # in turn: a small rest is shared out
             for worker in range(len(self._slots)):
-                self._feed(worker, budget, depth)
+                self._feed(worker, counts, depth)
         for worker in self.session.alive if one else ():
             if self.idle:
-                self._begin(worker, budget)
+                self._begin(worker, counts)
 
-    def _feed(self, worker: int, budget: FrameCounts, depth: int) -> None:
-        """Request rollouts of ``worker`` until ``depth`` are ahead, as the budget allows."""
+    def _feed(self, worker: int, counts: FrameCounts, depth: int) -> None:
+        """Request rollouts of ``worker`` until ``depth`` are ahead, as the frame counts allow."""
         queue = self._queues[worker]
         if queue and queue[0][0].lost is not None:
-            self._drop_lost_of(worker, budget)
-        while len(queue) < depth and budget.wants_more and self._begin(worker, budget):
+            self._drop_lost_of(worker, counts)
+        while len(queue) < depth and counts.wants_more and self._begin(worker, counts):
             pass
 
-    def _begin(self, worker: int, budget: FrameCounts) -> bool:
+    def _begin(self, worker: int, counts: FrameCounts) -> bool:
         """Request a rollout of ``worker``; return ``False`` if it was lost."""
         if worker in self.session.lost:
             return False
         slots = self._slots[worker]
         slot = slots.acquire()
         assert slot is not None  # a batch was copied otherwise
-        ticket = self.session.send(worker, m.Collect(slots.windows[slot][0], budget.random))
+        ticket = self.session.send(worker, m.Collect(slots.windows[slot][0], counts.random))
         if ticket.lost is not None:
             slots.release(slot)
             return False  # raised when the rollouts that did arrive have been delivered
-        budget.dispatch(self._frames[worker])
+        counts.dispatch(self._frames[worker])
         self._queues[worker].append((ticket, slot))
         return True
 
-    def _drop_lost(self, budget: FrameCounts) -> None:
+    def _drop_lost(self, counts: FrameCounts) -> None:
         """Expect no rollouts of lost workers; others may make them."""
         for worker in range(len(self._queues)):
-            self._drop_lost_of(worker, budget)
+            self._drop_lost_of(worker, counts)
 
-    def _drop_lost_of(self, worker: int, budget: FrameCounts) -> None:
+    def _drop_lost_of(self, worker: int, counts: FrameCounts) -> None:
         queue = self._queues[worker]
         while queue and queue[0][0].lost is not None:
             self._slots[worker].release(queue.popleft()[1])
-            budget.cancel(self._frames[worker])
+            counts.cancel(self._frames[worker])
 
     def _heads(self) -> list[Ticket]:
         return [queue[0][0] for queue in self._queues if queue]
@@ -175,18 +175,18 @@ class AsyncGather(Gather):
             if late:
                 self.session.give_up(late, TASK, Deadline(timeout))
 
-    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
+    def discard(self, since: Mapping[int, int], counts: FrameCounts) -> int:
         frames = sum(report.frames for worker, report, _ in self._taken_back if worker in since)
         for worker, *_ in self._taken_back:
             if worker in since:
-                budget.cancel(self._frames[worker])
+                counts.cancel(self._frames[worker])
         self._taken_back = deque(one for one in self._taken_back if one[0] not in since)
         for worker, mark in since.items():
             queue = self._queues[worker]
             while queue and queue[0][0].reply is not None and queue[0][0].arrived < mark:
                 ticket, slot = queue.popleft()
                 self._slots[worker].release(slot)
-                budget.cancel(self._frames[worker])
+                counts.cancel(self._frames[worker])
                 if isinstance(ticket.reply, m.Rolled):
                     frames += ticket.reply.report.frames
         return frames

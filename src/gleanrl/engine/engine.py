@@ -64,7 +64,7 @@ class Engine(Session):
             blanks: Whether batches of all workers may lack the rollouts of lost ones.
 
         Returns:
-            The budget of batches of the size that they will have.
+            The frame counts, for batches of the size that they will have.
 
         Raises:
             ConfigError: rollouts that cannot be put together so, or more memory than there is.
@@ -103,12 +103,12 @@ class Engine(Session):
     # -- batches ---------------------------------------------------------------------------------
 
     def collect(
-        self, budget: FrameCounts, timeout: float | None = None, feed: bool = True
+        self, counts: FrameCounts, timeout: float | None = None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Collect one batch.
 
         Args:
-            budget: What is still needed; counts along.
+            counts: What is still needed; counts along.
             timeout: Seconds a rollout may take.
             feed: Whether workers are given more to do.
 
@@ -123,7 +123,7 @@ class Engine(Session):
             self._check_usable("; make a new one to collect more")
             self.awaited = True
             try:
-                batch, rollouts = self.gather.batch(budget, timeout, feed)
+                batch, rollouts = self.gather.batch(counts, timeout, feed)
             except Exception as err:
                 if self.closed:  # by a signal's handler, meanwhile
                     raise ClosedError("the collector was shut down while it collected") from err
@@ -134,11 +134,11 @@ class Engine(Session):
                 self.discards["ahead"] += report.discarded
             return batch, rollouts
 
-    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
+    def ready(self, counts: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether `collect` would give a batch now; see `Gather.ready`."""
         with self._alone():
             self._check_usable()
-            return self.gather.ready(budget, feed, timeout)
+            return self.gather.ready(counts, feed, timeout)
 
     def states(self, command: m.GetState) -> tuple[list[Any], Sequence[Undelivered]]:
         """Return the state of each worker, and the rollouts that it had made before.
@@ -155,16 +155,16 @@ class Engine(Session):
             return [values.get(worker) for worker in range(self.workers)], made
 
     def restart(
-        self, commands: dict[int, m.Command], budget: FrameCounts, timeout: float | None = 60.0
+        self, commands: dict[int, m.Command], counts: FrameCounts, timeout: float | None = 60.0
     ) -> dict[int, Any]:
         """Carry out commands like `request_each`; throw away rollouts that were made before them.
 
-        These count as not delivered, in ``budget`` and here.
+        These count as not delivered, in ``counts`` and here.
         """
         with self._alone(timeout):
             tickets = self._carry_out(commands, timeout)
             since = {w: sys.maxsize if t.lost else t.arrived for w, t in tickets.items()}
-            self.discards["reset"] += self.gather.discard(since, budget)
+            self.discards["reset"] += self.gather.discard(since, counts)
             return self._values(tickets)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Gather(abc.ABC):
 
     @abc.abstractmethod
     def batch(
-        self, budget: FrameCounts, timeout: float | None, feed: bool = True
+        self, counts: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Return the next batch and the reports of its workers; ``None`` if workers kept it.
 
@@ -55,7 +55,7 @@ class Gather(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
+    def ready(self, counts: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether `batch` would return or raise now; begin rollouts only with ``feed``.
 
         Takes in what has come, without waiting for more.
@@ -71,14 +71,14 @@ class Gather(abc.ABC):
         """Return the reports of rollouts that wait to be delivered; safe in any thread."""
 
     @abc.abstractmethod
-    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
+    def discard(self, since: Mapping[int, int], counts: FrameCounts) -> int:
         """Drop rollouts of each worker that arrived before its given arrival; return frames."""
 
     @abc.abstractmethod
     def undelivered(self, since: Mapping[int, int]) -> Sequence[Undelivered]:
         """Return copies of rollouts of each worker that arrived before its given arrival."""
 
-    def take_back(self, rollouts: Sequence[Undelivered], budget: FrameCounts) -> None:
+    def take_back(self, rollouts: Sequence[Undelivered], counts: FrameCounts) -> None:
         """Deliver ``rollouts`` of `undelivered` before all others."""
         if rollouts:
             raise ConfigError("the state is that of an asynchronous collector")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol, cast
 
 from gleanrl.core import messages as m
-from gleanrl.core.allowance import Allowance
 from gleanrl.core.errors import GleanError
+from gleanrl.core.retry_limits import Allowance
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import Session

@@ -58,19 +58,19 @@ class SyncGather(Gather):
         """The session's changes that were looked at."""
 
     def batch(
-        self, budget: FrameCounts, timeout: float | None, feed: bool = True
+        self, counts: FrameCounts, timeout: float | None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
         """Let every worker fill its part of a slot. An error ends collection."""
         slots = self._slots[0]
         try:
-            begun = self._begun or self._begin(budget, timeout)
+            begun = self._begun or self._begin(counts, timeout)
             slots.prepare(begun.slot)
             self.meanwhile()
             self._finish(begun)
         except BaseException:
             if self._begun is not None:
-                budget.cancel(sum(self._frames))
-                self._count_dropped(self._begun, budget)
+                counts.cancel(sum(self._frames))
+                self._count_dropped(self._begun, counts)
             self._begun = None
             raise
         self._begun = None
@@ -78,7 +78,7 @@ class SyncGather(Gather):
         rollouts: Rollouts = dict(enumerate(reports))
         if len(reports) < len(begun.tickets):
             rollouts, reports = self._with_blanks(begun)
-        budget.deliver(sum(self._frames), sum(report.frames for report in reports))
+        counts.deliver(sum(self._frames), sum(report.frames for report in reports))
         return slots.hand_over(begun.slot, reports), rollouts
 
     def _with_blanks(self, begun: _Round) -> tuple[Rollouts, list[m.Report]]:
@@ -92,7 +92,7 @@ class SyncGather(Gather):
         blank = m.Report(0, 0, min(report.policy_version for report in rollouts.values()))
         return rollouts, [rollouts.get(ticket.worker, blank) for ticket in begun.tickets]
 
-    def _begin(self, budget: FrameCounts, timeout: float | None) -> _Round:
+    def _begin(self, counts: FrameCounts, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
         if self._early.enough is not None:
             self._early.begin(self.session.backend.stop_byte)
@@ -100,8 +100,8 @@ class SyncGather(Gather):
         if slot is None:
             raise GleanError("no slot is free: a batch was handed out that should have been copied")
         windows = self._slots[0].windows[slot]
-        self._begun = begun = _Round(slot, windows, budget.random, Deadline(timeout))
-        budget.dispatch(sum(self._frames))
+        self._begun = begun = _Round(slot, windows, counts.random, Deadline(timeout))
+        counts.dispatch(sum(self._frames))
         for worker in range(len(windows)):
             begun.tickets.append(self._requested(begun, worker))
         return begun
@@ -109,7 +109,7 @@ class SyncGather(Gather):
     def _requested(self, begun: _Round, worker: int) -> Ticket:
         return self.session.send(worker, m.Collect(begun.windows[worker], begun.random))
 
-    def _count_dropped(self, begun: _Round, budget: FrameCounts) -> None:
+    def _count_dropped(self, begun: _Round, counts: FrameCounts) -> None:
         """Count the rollouts of a failed round; those that workers have stored were delivered."""
         for ticket in begun.tickets:
             if isinstance(ticket.reply, m.Rolled):
@@ -117,7 +117,7 @@ class SyncGather(Gather):
                 if begun.windows[ticket.worker].blocks or report.payload is not None:
                     self.dropped += report.frames
                 else:
-                    budget.deliver(0, report.frames)
+                    counts.deliver(0, report.frames)
 
     def _finish(self, begun: _Round) -> None:
         """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
@@ -186,12 +186,12 @@ class SyncGather(Gather):
                 begun.deadline = Deadline(begun.deadline.seconds)
                 begun.tickets[worker] = self._requested(begun, worker)
 
-    def ready(self, budget: FrameCounts, feed: bool, timeout: float | None) -> bool:
+    def ready(self, counts: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether all rollouts have arrived, or an error that `batch` will raise."""
         if self._begun is None:
-            if not feed or budget.exhausted:
+            if not feed or counts.exhausted:
                 return False
-            self._begin(budget, timeout)
+            self._begin(counts, timeout)
         begun = self._begun
         assert begun is not None
         self.session.receive_available()
@@ -214,7 +214,7 @@ class SyncGather(Gather):
         """Return nothing: a state is taken between batches."""
         return ()
 
-    def discard(self, since: Mapping[int, int], budget: FrameCounts) -> int:
+    def discard(self, since: Mapping[int, int], counts: FrameCounts) -> int:
         """Request dropped rollouts again, each of its worker; the others stay.
 
         Which workers had begun theirs before a command came is a matter of chance: what they make

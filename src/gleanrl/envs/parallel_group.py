@@ -7,8 +7,10 @@ rollouts of collectors.
 from __future__ import annotations
 
 import random as python_random
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -187,7 +189,9 @@ class EnvGroup:
         made = RestartingEnv(
             rows.envs, self._makers, rows.layout.batch_shape, rows.options, restarts
         )
-        made.on_rebuilt, self.failures = self._rebuilt, made.failures
+        # Bound to a proxy, as a cycle would keep memory and descriptors.
+        made.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
+        self.failures = made.failures
         return made
 
     def _rebuilt(self, t: int, env: int) -> None:

@@ -56,7 +56,7 @@ class EnvWorkerBuilder:
     """The seed of the worker's random streams until environments are seeded."""
     memory: SharedMemory | None = None
     """The memory of all windows; ``None`` if the environments are only looked at."""
-    pulses: WakeupAddress | None = None
+    pipes: WakeupAddress | None = None
     restarts: tuple[int, float | None] | None = None
     """How often each environment that raises is built anew; ``None`` for never."""
 
@@ -80,7 +80,7 @@ class EnvWorkerBuilder:
                 EnvGroup(list(islice(left, size)), self.memory, list(islice(anew, size)), own)
                 for own, size in zip(restarts, self.sizes, strict=True)
             ]
-            return EnvWorker(groups, self.pulses)
+            return EnvWorker(groups, self.pipes)
 
 
 def _built_anew(make: Callable[[], Any], member: Any) -> Any:
@@ -92,11 +92,11 @@ def _built_anew(make: Callable[[], Any], member: Any) -> Any:
 class EnvWorker:
     """Serves groups of environments."""
 
-    def __init__(self, groups: Sequence[EnvGroup], pulses: WakeupAddress | None) -> None:
+    def __init__(self, groups: Sequence[EnvGroup], pipes: WakeupAddress | None) -> None:
         """Take over ``groups``, which step when a pulse comes."""
         self.groups = groups
         self.num_envs = sum(group.envs.batch_size.numel() for group in groups)
-        self._ends = None if pulses is None else WorkerPipes(pulses)
+        self._ends = None if pipes is None else WorkerPipes(pipes)
 
     def serve(self) -> None:
         """Carry out orders until the learner has a command again."""

@@ -183,7 +183,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         elif is_called(part, name):
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
         elif is_stateful(part):
-            trial = _phase(copied_transform(part), name)
+            trial = _first_phase(part, name)
             state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
             state = []  # other processes change them
@@ -198,6 +198,20 @@ def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
     if type(part).__name__ == "ActionMask":  # writes the mask into a spec
         return lambda _, data: data
     return _phase(part, name)
+
+
+def _first_phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
+    """Return what a phase of a copy of ``part`` returns, if it needs no tensors but these."""
+    copy = copied_transform(part)
+    phase = _phase(copy, name)
+
+    def call(before: Any, data: Any) -> Any:
+        found = phase(before, data)
+        if len(tensors_of(copy)) != len(tensors_of(part)):
+            raise Unproven(f"{type(part).__name__} has no statistics of some of its entries yet")
+        return found
+
+    return call
 
 
 def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import gymnasium as gym
 
-from gleanrl.core.allowance import Allowance
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import GymOptions
+from gleanrl.core.retry_limits import Allowance
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 

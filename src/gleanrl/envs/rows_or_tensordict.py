@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 
-from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import SourceOptions
+from gleanrl.core.retry_limits import read_allowance
 from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks

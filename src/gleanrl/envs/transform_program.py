@@ -70,7 +70,7 @@ def record(
         constants: Tensors of transforms a change of which is noticed elsewhere.
 
     Raises:
-        Unproven: a method raised an error.
+        Unproven: a method raised an error, or changes other tensors than those of its state.
     """
     ops = OpRecorder()
     ops.changing([*before.values(), *data.values(), *settings])
@@ -83,6 +83,8 @@ def record(
             found = None
             if method.trial is None or method.state:
                 found = _recorded(ops, method, before, current, batch)
+        except Unproven:
+            raise
         except Exception as err:
             raise Unproven(f"{method.name} raised {err!r:.200} on rows") from err
         if found is None:

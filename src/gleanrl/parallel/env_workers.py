@@ -116,7 +116,7 @@ class EnvWorkers:
         self.groups = [WorkerGroup(self, list(group)) for group in plan.groups]
         self._served = [[group for group in self.groups if w in group.members] for w in workers]
         """Per worker, its groups, in the order of their numbers there."""
-        self.pulses = WakeupPipes(self.count)
+        self.pipes = WakeupPipes(self.count)
         self.only_rows, self.needs_all = plan.only_rows, plan.needs_all
         make = partial(
             ProcessBackend,
@@ -134,7 +134,7 @@ class EnvWorkers:
                 start_timeout=plan.start_timeout,
             )
         except BaseException:
-            self.pulses.close()
+            self.pipes.close()
             raise
         self._coming: set[int] = set()
         """Workers that were lost, until their replacements are up to date."""
@@ -148,7 +148,7 @@ class EnvWorkers:
         """The moment of each worker's last answer."""
         self._next_look = 0.0
         self._closing = weakref.finalize(
-            self, _close, self.pulses, self.session, self._owner, 5.0, False
+            self, _close, self.pipes, self.session, self._owner, 5.0, False
         )
 
     def _builder(self, plan: EnvWorkersPlan, worker: int, stream: int) -> EnvWorkerBuilder:
@@ -162,7 +162,7 @@ class EnvWorkers:
             plan.storing,
             stream + worker,
             self.memory,
-            self.pulses.address(worker),
+            self.pipes.address(worker),
             plan.restarts,
         )
 
@@ -190,7 +190,7 @@ class EnvWorkers:
         self._check_usable()
         look = _SOON_MS if self._coming else _LOOK_MS
         most = look if seconds is None else min(look, 1e3 * max(0.0, seconds))
-        came, now = interruptible(self.pulses.wait, most), monotonic()
+        came, now = interruptible(self.pipes.wait, most), monotonic()
         if came:
             self._take(now)
         # Without answers, all workers may have ended; with answers, those that gave none.
@@ -199,7 +199,7 @@ class EnvWorkers:
 
     def _take(self, now: float, but: int | None = None) -> None:
         """Give the answers that are there to their groups, except those of one worker."""
-        for worker, answer in self.pulses.take():
+        for worker, answer in self.pipes.take():
             if worker != but:
                 self._answered_at[worker] = now
                 self._served[worker][answer >> GROUP_BITS].answered(worker, answer & _MASK)
@@ -253,7 +253,7 @@ class EnvWorkers:
             self.take_answers()
         tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
         for ticket in tickets:
-            self.pulses.send(ticket.worker, LEAVE)
+            self.pipes.send(ticket.worker, LEAVE)
         deadline = Deadline(CONTROL_S)
         for ticket in tickets:
             while ticket.due:
@@ -270,8 +270,8 @@ class EnvWorkers:
         if missing and ticket is not None and not ticket.over:  # it may still write
             self.needs_all = self.session.needs_all = True
         self._coming.discard(worker) if missing else self._coming.add(worker)
-        self.pulses.drop_orders(worker)
-        if self.pulses.wait(0):
+        self.pipes.drop_orders(worker)
+        if self.pipes.wait(0):
             self._take(monotonic(), but=worker)  # else they would count as its replacement's
         for group in self._served[worker]:
             group.lost(worker, missing)
@@ -306,7 +306,7 @@ class EnvWorkers:
         for group in self.groups:
             group.pending.clear()
         if self._closing.detach() is not None:
-            _close(self.pulses, self.session, self._owner, timeout, raise_on_error)
+            _close(self.pipes, self.session, self._owner, timeout, raise_on_error)
 
 
 class _EnvReplacements(Replacements):
@@ -337,14 +337,14 @@ def _stream() -> int:
 
 
 def _close(
-    pulses: WakeupPipes, session: Session, owner: int, timeout: float, raise_on_error: bool
+    pipes: WakeupPipes, session: Session, owner: int, timeout: float, raise_on_error: bool
 ) -> None:
     if owner == os.getpid():  # a forked child has the pipes, too
-        pulses.stop()
+        pipes.stop()
     try:
         session.close(timeout, raise_on_error=raise_on_error)
     finally:
-        pulses.close()
+        pipes.close()
 
 
 class WorkerGroup:
@@ -575,7 +575,7 @@ class WorkerGroup:
         workers.serve(self._present)
         self._orders[:] = window, t, resets
         self.pending.update(self._present)
-        self.began, self._order, send = monotonic(), order, workers.pulses.send
+        self.began, self._order, send = monotonic(), order, workers.pipes.send
         for worker, number in self._numbers:
             send(worker, number << GROUP_BITS | order)
         if self._beginning and order != FINISH:  # without steps, there is nothing to finish
@@ -670,7 +670,7 @@ class WorkerGroup:
         """Order a replacement to begin, in place of the order under way."""
         self.workers.serve([worker])
         number = self.workers.number(self, worker)
-        self.workers.pulses.send(worker, number << GROUP_BITS | BEGIN)
+        self.workers.pipes.send(worker, number << GROUP_BITS | BEGIN)
 
     def go_on(self, workers: Collection[int]) -> None:
         """Have replacements that have begun take steps, with the next order."""

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
-from gleanrl.core.allowance import read_allowance
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
@@ -22,6 +21,7 @@ from gleanrl.core.errors import (
 )
 from gleanrl.core.keys import Key
 from gleanrl.core.options import GymOptions, check_int, seconds
+from gleanrl.core.retry_limits import read_allowance
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env

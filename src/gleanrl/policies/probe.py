@@ -422,7 +422,7 @@ def _start(
 
 def _place(data: TensorDictBase) -> torch.device:
     """Return the device of the tensors in ``data``, whether it shows one or not."""
-    held = (each.device for each in data.values(True, True) if isinstance(each, torch.Tensor))
+    held = (value.device for key in leaves(data) if (value := _stacked(data, key)) is not None)
     return data.device or next(held, torch.device("cpu"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -103,7 +105,9 @@ class DenseRollout(BaseSource):
         self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
         if isinstance(env, EnvRows) and env.only_rows:
-            env.on_rebuilt, self.failures, self._gone = self._rebuilt, env.failures, env.gone
+            # Bound to a proxy, as a cycle would keep memory and descriptors.
+            env.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
+            self.failures, self._gone = env.failures, env.gone
 
     def _make_tracker(self) -> Tracker:
         return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)

@@ -99,11 +99,15 @@ def _rollout(source: Source, steps: int) -> Any:
 def _in_copy(call: Callable[[], str | None]) -> str | None:
     """Return the result of ``call`` in a forked copy of this process, which ends with it."""
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
-        pid = os.fork()
-    if not pid:
-        _answer(call, writing)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # stays so in the copy
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            pid = os.fork()
+        if not pid:
+            _answer(call, writing)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     os.close(writing)
     try:
         ready = select.select([reading], [], [], CHECK_TIMEOUT_S + 1.0)[0]
@@ -120,7 +124,7 @@ def _in_copy(call: Callable[[], str | None]) -> str | None:
 
 
 def _answer(call: Callable[[], str | None], writing: int) -> None:
-    """Write the result of ``call`` and end this process, which is the copy."""
+    """Write the result of ``call`` and end this process, which is the copy; never returns."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, CHECK_TIMEOUT_S)

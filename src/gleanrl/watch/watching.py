@@ -63,17 +63,17 @@ class Watching:
             self.end_progress()
             raise
 
-    def begin(self, engine: Engine, budget: FrameCounts, status: Callable[[], Status]) -> None:
+    def begin(self, engine: Engine, counts: FrameCounts, status: Callable[[], Status]) -> None:
         """Begin: the workers of ``engine`` are up. ``status`` returns what `status` does."""
-        self._engine, self._budget, self._started = engine, budget, time.time()
-        self._last = math.inf if budget.limits.total_frames is None else budget.limits.total_frames
+        self._engine, self._counts, self._started = engine, counts, time.time()
+        self._last = math.inf if counts.limits.total_frames is None else counts.limits.total_frames
         self.measures = Measures(engine.workers)
         """The statistics."""
         if not engine.backend.inline:  # else nobody works meanwhile
             engine.gather.meanwhile = self.measures.settle_early
         if self._progress is not None:
-            facts = partial(_facts, engine, budget, self.measures)
-            self._progress.follow(facts, budget.limits.total_frames)
+            facts = partial(_facts, engine, counts, self.measures)
+            self._progress.follow(facts, counts.limits.total_frames)
             weakref.finalize(self, self._progress.close)
         weakref.finalize(self, self._loggers.close)
         self._file = StatusFile()
@@ -105,7 +105,7 @@ class Watching:
             timeline.gathered(reports, version, requested)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
-        if now >= self.measures.show_due or self._budget.delivered >= self._last:
+        if now >= self.measures.show_due or self._counts.delivered >= self._last:
             self._show(status)
 
     def failed(self, status: Callable[[], Status]) -> None:
@@ -198,11 +198,11 @@ class Watching:
         self._loggers.close()
 
 
-def _facts(engine: Engine, budget: FrameCounts, measures: Measures, last: bool) -> dict[str, Any]:
+def _facts(engine: Engine, counts: FrameCounts, measures: Measures, last: bool) -> dict[str, Any]:
     """Return the facts that progress shows."""
     return {
-        "frames": budget.delivered,
-        "completed": budget.exhausted,
+        "frames": counts.delivered,
+        "completed": counts.exhausted,
         "failed": engine.failure is not None,
         "busy": engine.awaited,
         **measures.stats(newest=last),
