@@ -10,6 +10,7 @@ layers                              memory of weights and buffers; their values 
 ``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
 ``QValueModule``                    ``action_space``, ``action_mask_key``, keys
 ``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
+``RandomPolicy``                    its attributes, its spec and all in that
 distributions                       classes of all that an instance is built of; bounds by value
 sequences and wrappers              ``_modules``, keys, flags
 the surroundings                    default dtype, ``composite_lp_aggregate``, functions of torch
@@ -48,7 +49,13 @@ _NOT_READ = {
 }
 _DICTS = dict
 _LISTS = (list, tuple, set, frozenset, deque)
-_SPECS = "torchrl.data."
+_SPECS = (
+    "torchrl.data.",
+    "torchrl.modules.tensordict_module.exploration",
+    "gleanrl.envs.specs",
+    "gleanrl.policies.random",
+)
+"""Where specs are, and random policies, which are specs with a key."""
 _FIXED = (bool, int, float, str, torch.device, torch.dtype, torch.Size, type(None), MethodType)
 """What a spec holds that cannot change."""
 _MAX_LENGTH = 1024
@@ -113,10 +120,10 @@ class Watch:
                         self.hold(value)
 
     def add_spec(self, value: Any) -> None:
-        """Remember ``value``, a spec of TorchRL's or a part of one, with all that it consists of.
+        """Remember ``value``, a spec or a random policy, with all that it consists of.
 
         Raises:
-            Unwatchable: a part is of no class of a library.
+            Unwatchable: a part is of no class of a library, or has a method of its own.
         """
         if id(value) in self._seen or isinstance(value, _FIXED):
             return
@@ -127,8 +134,10 @@ class Watch:
                 parts = value.values() if isinstance(value, _DICTS) else value
         else:
             kind, state = type(value), vars(value)
-            if not (kind.__module__.startswith(_SPECS) and all(map(is_genuine, kind.__mro__[:-1]))):
-                raise Unwatchable(f"{kind.__name__} in a spec is not TorchRL's")
+            own = [name for name, one in state.items() if callable(one) and name != "encode"]
+            known = kind.__module__.startswith(_SPECS) and all(map(is_genuine, kind.__mro__[:-1]))
+            if own or not known:
+                raise Unwatchable(f"{kind.__name__} in a spec is no library's, or has {own}")
             self._seen[id(value)] = value
             self.add_class(kind)
             self._objects.append(value)

@@ -53,6 +53,10 @@ _DROPPED: Key = ("_",)
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
 _GREEDY = "torchrl.modules.tensordict_module.exploration.EGreedyModule"
+_RANDOM = {
+    "torchrl.modules.tensordict_module.exploration.RandomPolicy",
+    "gleanrl.policies.random.RandomPolicy",
+}
 _COMPOSITE = "torchrl.data.tensor_specs.Composite"
 _CHOICES = {f"torchrl.data.tensor_specs.{name}" for name in ("Categorical", "OneHot")}
 
@@ -88,7 +92,7 @@ class Lowered:
     """The units that are called as they are, after the program."""
 
 
-def check_unchanged(before: Lowered, now: Lowered) -> None:
+def check_unchanged(before: object, now: object) -> None:
     """Check that a policy is at the end of a rollout as it was at the beginning."""
     if now is not before:
         raise PolicyError(
@@ -202,6 +206,8 @@ class _Recording:
         module: Any = unit.module
         if isinstance(module, TensorCall):
             return self._tensors(unit, module.fn, module.in_keys, module.out_keys, module.names)
+        if qualified(type(module)) in _RANDOM:
+            return self._draw(unit, module)
         if _is_tensordict_module(module):
             require(not (vars(module).get("_get_kwargs") or module.method_kwargs))
             require(module.method is None)
@@ -225,6 +231,21 @@ class _Recording:
         self._ops.prune(mark, written.values())
         self._prove_equal(module, reads, written, self._ops.calls(mark))
         return written
+
+    def _draw(self, unit: Unit, policy: Any) -> Written:
+        """Draw from the spec of ``policy`` where a call of it does that and nothing else."""
+        self._watch.add_spec(policy)
+        ((key, value),) = unit.writes.items()
+        spec = policy.action_spec
+        if qualified(type(spec)) == _COMPOSITE:
+            spec = spec[key]
+        require(getattr(spec, "mask", None) is None)  # The environment may set it at every step.
+        cell = value.detach().clone(memory_format=torch.contiguous_format)
+        self._ops.changing([cell])
+        mark = self._ops.mark()
+        self._ops.add(partial(_draw_into, cell, spec.rand))
+        self._prove_equal(policy, (), {key: cell}, self._ops.calls(mark))
+        return {key: cell}
 
     def _watch_choices(self, module: Any) -> None:
         """Watch the spec from which ``module`` draws; its epsilon is read at every step."""
@@ -329,6 +350,10 @@ class _Recording:
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+
+def _draw_into(cell: Tensor, rand: Callable[[], Tensor]) -> None:
+    cell.copy_(rand())
 
 
 def _is_tensordict_module(module: Any) -> bool:

@@ -23,13 +23,7 @@ from gleanrl.operations.proofs import qualified
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
 from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
-from gleanrl.policies.random import (
-    TORCHRL_RANDOM,
-    RandomActions,
-    RandomPolicy,
-    SpecActions,
-    only_draws,
-)
+from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
 from gleanrl.policies.submodules import modules_of
 
 __all__ = [
@@ -80,10 +74,10 @@ def make_policy(
             drawn = RandomActions(specs, env)
             drawn.inner = policy
             return drawn
-        return SpecActions(policy, env)
+        # Elsewhere calls of it are proven to draw alone, and a spec need not be checked for them.
+        if type(policy).__call__ is RandomPolicy.__call__ and not contract.env_checks_actions:
+            return SpecActions(policy, env)
     device = _device_of(policy, options.policy_device)
-    if options.fast and not accelerated and device.type == "cpu" and only_draws(policy, env):
-        return SpecActions(policy, env)
     root = contract.root if device.type == "cpu" else contract.root.to(device)
     adapted, signature = learn(policy, contract, root, options)
     call, lower = _accelerate(adapted.call, options, device)
@@ -270,6 +264,7 @@ _MODES = {
     "mean": ExplorationType.MEAN,
     "deterministic": ExplorationType.DETERMINISTIC,
 }
+_RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
 _ENV = "torchrl.envs.common.EnvBase"
 _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
 
@@ -281,7 +276,7 @@ def complete_exploration(policy: Any, env: Any) -> Any:
     the specs of all actions. Environments other than TorchRL's have no specs that these could use:
     a noise module says what it lacks when it is called, random actions are drawn by ``env``.
     """
-    if _is_a(policy, TORCHRL_RANDOM):
+    if _is_a(policy, _RANDOM):
         if _is_a(env, _ENV) and policy.action_spec is None:
             policy.set_action_spec_from_env(env)
         return RandomPolicy() if policy.action_spec is None else policy

@@ -15,10 +15,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
-from gleanrl.operations.proofs import is_genuine, qualified
-
-TORCHRL_RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
-"""TorchRL's class of this name."""
+from gleanrl.policies.lowering import check_unchanged
 
 
 class RandomPolicy:
@@ -52,7 +49,7 @@ class RandomPolicy:
             )
         batch = tuple(tensordict.batch_size)
         has_batch = tuple(spec.shape[: len(batch)]) == batch
-        drawn = spec.rand() if has_batch else spec.rand(batch)
+        drawn = spec.rand(() if has_batch else batch)
         if isinstance(drawn, TensorDictBase):
             return tensordict.update(drawn)
         return tensordict.set(self.action_key, drawn)
@@ -144,67 +141,53 @@ class RandomActions:
 class SpecActions(RandomActions):
     """A `Policy` that draws from specs of the user's."""
 
-    def __init__(self, policy: Any, env: EnvLayout) -> None:
-        """Draw actions for ``env`` as calling ``policy``, which has a spec, does.
+    def __init__(self, policy: RandomPolicy, env: EnvLayout) -> None:
+        """Draw actions for ``env`` as calling ``policy`` does.
 
         Raises:
             PolicyError: its spec does not fit the environment's actions.
         """
         super().__init__({}, env)
         self.inner, self._env = policy, env
+        self._sources()
+        self._settings = _settings(policy)
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
-        self._bind(None)
-
-    def _bind(self, window: Window | None) -> None:
-        """Find the specs, which the user may replace between rollouts, and rows of ``window``."""
-        policy, env = self.inner, self._env
-        if not (isinstance(policy, RandomPolicy) or only_draws(policy, env)):
-            raise PolicyError(
-                f"this RandomPolicy was made for actions of {env.batch_shape} environments, and "
-                "has another spec or other methods now: make another collector for it"
-            )
-        for field in env.actions:
-            draw = _source(policy, field, env.batch_shape)
-            if window is not None:
-                rows = window.tensor_rows(field.key)
-                self._rows.append((draw, (self._envs, *field.shape), rows))
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``."""
-        self._rows.clear()
-        self._bind(window)
+        """Bind to the rows of ``window`` and the specs, which may be others than before."""
+        check_unchanged(RandomPolicy.__call__, type(self.inner).__call__)
+        self._settings = _settings(self.inner)
+        self._rows = [
+            (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
+            for field, draw in self._sources()
+        ]
 
     def act(self, t: int) -> None:
         """Write actions into row ``t``, as a call of the user's policy does."""
         for draw, shape, rows in self._rows:
             rows[t].copy_(draw().view(shape))
 
+    def finish(self, steps: int) -> None:
+        """Look back at the rollout.
 
-def only_draws(policy: Any, env: EnvLayout) -> bool:
-    """Tell whether a call of ``policy`` draws the action of all of ``env``, and nothing else.
+        Raises:
+            PolicyError: the policy has another class, spec or key than at its beginning.
+        """
+        for before, now in zip(self._settings, _settings(self.inner), strict=True):
+            check_unchanged(before, now)
 
-    It is one of ours or of TorchRL's, whose spec has the shape of a batch of actions.
-    """
-    kind = type(policy)
-    known = kind is RandomPolicy or qualified(kind) == TORCHRL_RANDOM
-    if not known or not is_genuine(kind) or vars(policy).keys() != vars(RandomPolicy()).keys():
-        return False
-    try:
-        ((field, spec),) = [(one, _spec_of(policy, one.key)) for one in env.actions]
-    except (PolicyError, ValueError):
-        return False
-    wanted = ((*env.batch_shape, *field.shape), field.dtype, "cpu")
-    given = policy.action_spec
-    alone = given is spec or (_shape(given) == env.batch_shape and [*given.keys()] == [*field.key])
-    device = torch.device(getattr(spec, "device", None) or "cpu").type
-    return alone and wanted == (_shape(spec), getattr(spec, "dtype", None), device)
+    def _sources(self) -> list[tuple[Field, Callable[[], torch.Tensor]]]:
+        batch = self._env.batch_shape
+        return [(field, _source(self.inner, field, batch)) for field in self._env.actions]
 
 
-def _shape(spec: Any) -> tuple[int, ...] | None:
-    return tuple(shape) if (shape := getattr(spec, "shape", None)) is not None else None
+def _settings(policy: RandomPolicy) -> tuple[Any, ...]:
+    return type(policy), policy.action_spec, policy.action_key
 
 
-def _source(policy: Any, field: Field, batch: tuple[int, ...]) -> Callable[[], torch.Tensor]:
+def _source(
+    policy: RandomPolicy, field: Field, batch: tuple[int, ...]
+) -> Callable[[], torch.Tensor]:
     spec = _spec_of(policy, field.key)
     shape = tuple(spec.shape)
     wanted = (*batch, *field.shape)
@@ -215,11 +198,13 @@ def _source(policy: Any, field: Field, batch: tuple[int, ...]) -> Callable[[], t
             f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
             "environments"
         )
-    return partial(spec.rand, lead) if lead else spec.rand
+    return partial(spec.rand, lead)
 
 
-def _spec_of(policy: Any, key: Key) -> Any:
+def _spec_of(policy: RandomPolicy, key: Key) -> Any:
     spec: Any = policy.action_spec
+    if spec is None:
+        raise PolicyError("RandomPolicy has no action_spec to draw from any more")
     if isinstance(spec, Mapping) or callable(getattr(spec, "keys", None)):
         try:
             return spec[key if len(key) > 1 else key[0]]

@@ -44,7 +44,6 @@ from gleanrl.policies.policy import (
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.policies.random import RandomPolicy, only_draws
 from gleanrl.rollout.async_pool_loop import AsyncPoolRollout
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
@@ -122,9 +121,6 @@ class SourceBuilder:
     def _serve_transformed(self, made: TransformedRows) -> Source:
         """Serve by rows if the policy takes them; else by the environment's own methods."""
         handle, layout, given = made.handle, made.layout, self.options.policy
-        asked = isinstance(given, RandomPolicy) and given.action_spec is not None
-        if asked and not only_draws(given, layout):
-            return self._serve_tensordicts(handle)
         if self.options.max_frames_per_traj and not made.can_cut:
             return self._serve_tensordicts(handle, why="max_frames_per_traj")
         check_can_cut(made, self.options)
