@@ -236,12 +236,13 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     runs = [run for entry in entries for run in entry.get("merged", [entry])]
     days = sorted({run["created"][:10] for run in runs})
     loads = [(run.get("load_average") or run["machine"]["load_average"])[0] for run in runs]
-    machine, versions = entries[-1]["machine"], entries[-1]["versions"]
+    machines, versions = [run["machine"] for run in runs], entries[-1]["versions"]
     load = " to ".join(sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float))
     names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
     installed = [f"{name} {versions[name]}" for name in names if versions[name]]
-    parts = f"{machine['usable_cores']} cores of {machine['cpu']}", machine.get("gpu")
-    made_of = ", ".join(part for part in parts if part)
+    cores = dict.fromkeys(f"{one['usable_cores']} cores of {one['cpu']}" for one in machines)
+    gpus = dict.fromkeys(one["gpu"] for one in machines if one.get("gpu"))
+    made_of = ", ".join([" or ".join(cores), *gpus])
     return [
         f"{' and '.join(days)}, {made_of}, load {load}.",
         _commits(runs),
