@@ -42,7 +42,7 @@ from gleanrl.core.options import (
     seconds,
     warn,
 )
-from gleanrl.core.retry_limits import read_allowance
+from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.early_stop import Interruptor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
@@ -426,7 +426,7 @@ def check(arguments: Arguments) -> None:
     if arguments["on_env_error"] not in ("raise", "restart"):
         what = arguments["on_env_error"]
         raise ConfigError(f"on_env_error ({what!r}) must be 'raise' or 'restart'")
-    read_allowance("max_env_restarts", arguments["max_env_restarts"])
+    read_retry_limit("max_env_restarts", arguments["max_env_restarts"])
     if arguments["timeout"] is not None:
         seconds("timeout", arguments["timeout"])
     seconds("start_timeout", arguments["start_timeout"])

@@ -491,7 +491,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 copies of the present ones, in each process that has environments. Calls of the
                 policy, and of hooks in workers, are made in these copies; with central inference
                 and in a `ParallelEnv`, actions are random. Environments must not talk to other
-                processes.
+                processes. A worker that is lost meanwhile, and tolerated, is not compared.
 
         Raises:
             ConfigError: there is no replay buffer of tensors to write; or the environments cannot

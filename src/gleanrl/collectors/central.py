@@ -14,7 +14,7 @@ from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
-from gleanrl.core.retry_limits import read_allowance
+from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.envs.parallel_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
@@ -178,7 +178,7 @@ def central_plan(
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups
     count = len(functions)
-    restarts = read_allowance("max_env_restarts", arguments["max_env_restarts"])
+    restarts = read_retry_limit("max_env_restarts", arguments["max_env_restarts"])
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
         always_rows=not sync,

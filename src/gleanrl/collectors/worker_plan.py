@@ -30,7 +30,7 @@ from gleanrl.core.options import (
     warn,
 )
 from gleanrl.core.protocols import SourceFactory
-from gleanrl.core.retry_limits import read_allowance
+from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.batches import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink
@@ -352,7 +352,7 @@ def read_failure(arguments: Arguments) -> tuple[int, float | None] | None:
             f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="
             f"{what!r} continues without those of lost workers: leave one out"
         )
-    allowed = read_allowance("max_relaunches", arguments["max_relaunches"])
+    allowed = read_retry_limit("max_relaunches", arguments["max_relaunches"])
     return allowed if what == "relaunch" else None
 
 

@@ -10,7 +10,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, is_number
 
 
-class Allowance:
+class RetryLimit:
     """A number of tries, in all or within some seconds."""
 
     def __init__(self, most: int, within: float | None = None) -> None:
@@ -38,7 +38,7 @@ class Allowance:
         return str(self.most if self._within is None else (self.most, self._within))
 
 
-def read_allowance(name: str, value: Any) -> tuple[int, float | None]:
+def read_retry_limit(name: str, value: Any) -> tuple[int, float | None]:
     """Return the number of tries, and the seconds within which they count (``None`` for all)."""
     most, within = value, None
     if isinstance(value, tuple) and len(value) == 2:

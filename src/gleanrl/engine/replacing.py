@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
-from gleanrl.core.retry_limits import Allowance
+from gleanrl.core.retry_limits import RetryLimit
 from gleanrl.core.streams import renewed
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import Session
@@ -50,7 +50,7 @@ class Replacements:
             allowed: How often each worker may be replaced, and within how many seconds.
         """
         self._session, self._backend = session, cast("ReplacingBackend", session.backend)
-        self._allowed = [Allowance(*allowed) for _ in range(session.workers)]
+        self._allowed = [RetryLimit(*allowed) for _ in range(session.workers)]
         session.replacing = self
         for worker in set(range(session.workers)) - set(session.alive):
             self.replace(worker)

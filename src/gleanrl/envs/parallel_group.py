@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,8 +50,6 @@ from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import nest
 
-Way: TypeAlias = tuple[tuple[bool, bool] | None, TensorDictBase | None]
-"""How a group is stepped; see `EnvGroup.way`."""
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
@@ -118,6 +116,15 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     python_random.seed(seed)
+
+
+class StepMode(NamedTuple):
+    """How a group is stepped."""
+
+    opened: tuple[bool, bool] | None
+    """The arguments of `EnvGroup.open_rows`, if rows are stepped."""
+    root: TensorDictBase | None
+    """The root of the next step, if the environments are stepped by TensorDict methods."""
 
 
 class EnvGroup:
@@ -375,19 +382,18 @@ class EnvGroup:
     # -- steps outside of shared memory, in a copy of this process ---------------------------------
 
     @property
-    def way(self) -> Way:
-        """The arguments of `open_rows`, if rows are stepped; and the root, if that is its own."""
+    def step_mode(self) -> StepMode:
+        """How the environments are stepped now."""
         row = self._stepped
-        return self._opened, row.present() if isinstance(row, _TensorDictRow) else None
+        return StepMode(self._opened, row.present() if isinstance(row, _TensorDictRow) else None)
 
-    def prepare(self, way: Way) -> None:
-        """Reset the environments, which were not used yet, to be stepped in the same ``way``."""
-        opened, present = way
+    def prepare(self, mode: StepMode) -> None:
+        """Reset the environments, which were not used yet, to be stepped like those of ``mode``."""
         self.described()
-        if opened is not None:
-            self.open_rows(*opened)
+        if mode.opened is not None:
+            self.open_rows(*mode.opened)
         if isinstance(self._stepped, _TensorDictRow):
-            self._stepped.show(present)
+            self._stepped.show(mode.root)
         self._apart()[0].reset()
 
     def random_steps(self, steps: int) -> TensorDictBase:

@@ -154,16 +154,16 @@ class EnvWorker:
             envs = [group.snapshot(allow_pickle) for group in self.groups]
         except StateError as err:
             return {"episodes": {"why": str(err)}}
-        return {"episodes": {"envs": envs}, "ways": [group.way for group in self.groups]}
+        return {"episodes": {"envs": envs}, "modes": [group.step_mode for group in self.groups]}
 
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
     ) -> str | None:
         """Continue the episodes of `state` in groups that were not used; return why not, if so."""
-        parts = zip(self.groups, state["episodes"]["envs"], state["ways"], strict=True)
+        parts = zip(self.groups, state["episodes"]["envs"], state["modes"], strict=True)
         try:
-            for group, envs, way in parts:
-                group.prepare(way)
+            for group, envs, mode in parts:
+                group.prepare(mode)
                 group.resume(envs, allow_pickle)
         except StateError as err:
             return str(err)

@@ -183,7 +183,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         elif is_called(part, name):
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
         elif is_stateful(part):
-            trial = _first_phase(part, name)
+            trial = _copied_phase(part, name)
             state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
             state = []  # other processes change them
@@ -200,7 +200,7 @@ def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
     return _phase(part, name)
 
 
-def _first_phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
+def _copied_phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
     """Return what a phase of a copy of ``part`` returns, if it needs no tensors but these."""
     copy = copied_transform(part)
     phase = _phase(copy, name)

@@ -13,7 +13,7 @@ import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import GymOptions
-from gleanrl.core.retry_limits import Allowance
+from gleanrl.core.retry_limits import RetryLimit
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 
@@ -26,7 +26,7 @@ class Restarts:
 
     def __init__(self, envs: int, allowed: tuple[int, float | None]) -> None:
         """Allow each of ``envs`` environments so many attempts, within some seconds."""
-        self._allowed = [Allowance(*allowed) for _ in range(envs)]
+        self._allowed = [RetryLimit(*allowed) for _ in range(envs)]
         self.failures: list[str] = []
 
     def count(self, env: int, error: Exception) -> None:

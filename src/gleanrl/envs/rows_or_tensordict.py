@@ -10,7 +10,7 @@ import gymnasium as gym
 
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.retry_limits import read_allowance
+from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
@@ -89,7 +89,7 @@ def _restarting(
 ) -> RestartingEnv:
     """Return single Gymnasium environments of which each is built anew where it raises."""
     envs, kwargs = [], options.create_env_kwargs
-    allowed = read_allowance("max_env_restarts", options.max_env_restarts)
+    allowed = read_retry_limit("max_env_restarts", options.max_env_restarts)
     restarts = Restarts(len(items), allowed)
     for index, item in enumerate(items):
         env = restarts.built(index, partial(_build, index, item, kwargs, made))

@@ -21,7 +21,7 @@ from gleanrl.core.errors import (
 )
 from gleanrl.core.keys import Key
 from gleanrl.core.options import GymOptions, check_int, seconds
-from gleanrl.core.retry_limits import read_allowance
+from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
@@ -124,7 +124,7 @@ class ParallelEnv(RowEnv, Verifiable):
             threads=check_int("num_sub_threads", num_sub_threads, least=1),
             timeout=timeout if timeout is None else seconds("timeout", timeout),
             on_failure=_read_reaction(on_failure),
-            relaunches=read_allowance("max_relaunches", max_relaunches)
+            relaunches=read_retry_limit("max_relaunches", max_relaunches)
             if on_failure == "relaunch"
             else None,
         )

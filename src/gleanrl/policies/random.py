@@ -149,8 +149,8 @@ class SpecActions(RandomActions):
         """
         super().__init__({}, env)
         self.inner, self._env = policy, env
-        self._sources()
-        self._settings = _settings(policy)
+        self._sources()  # raises, if one does not fit
+        self._settings: tuple[Any, ...]
         self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
 
     def begin(self, window: Window, next_root: Window) -> None:
