@@ -284,13 +284,16 @@ def test_rollouts_that_had_arrived_are_delivered_before_the_death():
 
 def test_rollouts_of_others_are_delivered_before_the_death():
     collector = MultiAsyncCollector(
-        [rig.counting(0, fault=rig.leave, at=1), rig.counting(1), rig.counting(2)],
+        [rig.counting(0, fault=rig.hang, at=1), rig.counting(1), rig.counting(2)],
         frames_per_batch=8,
         total_frames=8 * 6,
     )
     dying = collector.map_fn("env.pid")[0]
     iterator = collector.iterator()
-    seen = rig.rows(next(iterator))
+    seen = []
+    while {worker for worker, _ in seen} < {1, 2}:
+        seen += rig.rows(next(iterator))
+    os.kill(dying, signal.SIGKILL)
     rig.await_end([dying])
     with pytest.raises(WorkerDied, match="worker 0"):  # noqa: PT012
         while True:
