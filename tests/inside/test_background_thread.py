@@ -10,6 +10,12 @@ from gleanrl import CollectorTimeout, Evaluator
 from gleanrl.collectors.background import Background
 
 
+def begun(step, active=bool):
+    background = Background()
+    background.begin(step, active)
+    return background
+
+
 class Steps:
     """Notes how it is called; each step waits to be let through."""
 
@@ -39,13 +45,13 @@ class Steps:
 
 def test_a_pause_waits_for_what_is_under_way_and_feeds_nothing():
     steps = Steps()
-    background = Background(steps, steps.active.append)
+    background = begun(steps, steps.active.append)
     steps.seen()
     entered = threading.Event()
     leave = threading.Event()
 
     def pause():
-        with background.pause(10):
+        with background.suspended(10):
             entered.set()
             assert leave.wait(10)
 
@@ -64,7 +70,7 @@ def test_a_pause_waits_for_what_is_under_way_and_feeds_nothing():
         steps.seen()
     assert steps.calls[3] is True
     steps.let(100)
-    background.stop(10)
+    background.halt(10)
     assert not background.running
     assert steps.active == [True, False, True, False]
     assert steps.under_way == 0
@@ -72,15 +78,15 @@ def test_a_pause_waits_for_what_is_under_way_and_feeds_nothing():
 
 def test_a_pause_that_takes_too_long_is_an_error_and_leaves_it_running():
     steps = Steps()
-    background = Background(steps)
+    background = begun(steps)
     steps.seen()
-    with pytest.raises(CollectorTimeout, match="within 0.01 s"), background.pause(0.01):
+    with pytest.raises(CollectorTimeout, match="within 0.01 s"), background.suspended(0.01):
         pass
     steps.let(1)
     steps.seen()
     assert background.running
     steps.let(100)
-    background.stop(10)
+    background.halt(10)
 
 
 def test_a_step_that_fails_ends_it_and_the_error_stays():
@@ -88,13 +94,13 @@ def test_a_step_that_fails_ends_it_and_the_error_stays():
         raise ArithmeticError
 
     ended = []
-    background = Background(step, ended.append)
+    background = begun(step, ended.append)
     assert background.join(10)
     assert ended == [True, False]
     assert not background.running
-    with pytest.raises(ArithmeticError), background.pause(10):
+    with pytest.raises(ArithmeticError), background.suspended(10):
         pass
-    background.stop(10)
+    background.halt(10)
 
 
 def test_stopping_wakes_a_wait_and_a_pause():
@@ -107,15 +113,15 @@ def test_stopping_wakes_a_wait_and_a_pause():
         return feed
 
     ready = threading.Event()
-    background = Background(lambda feed: ready.wait(10) and step(feed))
+    background = begun(lambda feed: ready.wait(10) and step(feed))
     ready.set()
     assert waiting.wait(10)
-    background.stop(10)
+    background.halt(10)
     waiting.clear()
-    background = Background(lambda feed: ready.wait(10) and step(feed))
+    background = begun(lambda feed: ready.wait(10) and step(feed))
     assert waiting.wait(10)
-    with background.pause(10):
-        background.stop(10)
+    with background.suspended(10):
+        background.halt(10)
     assert not background.running
 
 
@@ -143,10 +149,10 @@ def ends_in_a_child(lock, end):
 
 def test_a_forked_child_has_no_thread_to_stop():
     release = threading.Event()
-    background = Background(lambda feed: release.wait(10) and False)
-    assert ends_in_a_child(background._state, lambda: background.stop(5))
+    background = begun(lambda feed: release.wait(10) and False)
+    assert ends_in_a_child(background._state, lambda: background.halt(5))
     release.set()
-    background.stop(10)
+    background.halt(10)
 
 
 def test_a_forked_child_does_not_wait_for_the_evaluator_of_its_parent():
@@ -161,8 +167,8 @@ def test_a_forked_child_does_not_wait_for_the_evaluator_of_its_parent():
 
 def test_stopping_something_that_hangs_is_a_named_error():
     release = threading.Event()
-    background = Background(lambda feed: release.wait(10) and False)
+    background = begun(lambda feed: release.wait(10) and False)
     with pytest.raises(CollectorTimeout, match="did not end within 0.01 s"):
-        background.stop(0.01)
+        background.halt(0.01)
     release.set()
-    background.stop(10)
+    background.halt(10)

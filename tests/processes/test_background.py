@@ -424,7 +424,7 @@ def test_a_collector_that_is_forgotten_ends(kind):
         [rig.counting(n) for n in range(2)], frames_per_batch=16, replay_buffer=rb
     )
     collector.start()
-    thread = collector.collection.filling.thread._thread
+    thread = collector.collection.filling.thread
     rig.until(lambda: rb.write_count > 0)
     del collector
     gc.collect()

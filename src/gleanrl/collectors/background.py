@@ -18,68 +18,81 @@ from gleanrl.memory.replay.limiter import poll_interval
 Step = Callable[[bool], bool]
 """Collects a little, and begins nothing new if called with ``False``; returns whether there is
 anything more to do."""
+Active = Callable[[bool], object]
 
 
 class Background:
     """Takes step after step in a thread, can be paused, and keeps the error that ended it."""
 
-    def __init__(self, step: Step, active: Callable[[bool], object] = bool) -> None:
-        """Start the thread.
+    thread: threading.Thread | None = None
+    error_raised = False
+    """Whether `pause` has raised the error."""
+
+    def __init__(self) -> None:
+        """Prepare; nothing runs before `begin`."""
+        self._state = threading.Condition()
+        self._paused = 0
+        self._resting = self._stopping = False
+        self._error: BaseException | None = None
+
+    def begin(self, step: Step, active: Active = bool) -> None:
+        """Start the thread, which alone refers to ``step``.
 
         Args:
             step: Collects a little.
             active: Called with ``True`` when collection begins or continues, with ``False`` when it
                 ends or rests.
         """
-        self._step = step
-        self._active = active
-        self._state = threading.Condition()
-        self._paused = 0
-        self._resting = False
-        self._stopping = False
-        self._error: BaseException | None = None
-        self.error_raised = False
-        """Whether `pause` has raised it."""
-        self._thread = threading.Thread(target=self._run, name="gleanrl-collect", daemon=True)
+        self._resting = self._stopping = False
+        self.thread = threading.Thread(
+            target=self._run, args=(step, active), name="gleanrl-collect", daemon=True
+        )
         active(True)
-        self._thread.start()
+        self.thread.start()
 
     @property
     def running(self) -> bool:
         """Whether the thread collects, or will after a pause."""
-        return self._thread.is_alive() and not self._stopping
+        return self.thread is not None and self.thread.is_alive() and not self._stopping
 
     @property
     def paused(self) -> bool:
         """Whether a block that suspends the thread is running."""
         return self._paused > 0
 
-    def _run(self) -> None:
+    def _run(self, step: Step, active: Active) -> None:
         try:
             while not self._stopping:
                 feed = not self._paused
-                more = self._step(feed)
+                more = step(feed)
                 if not more and feed:
                     return
                 if not more:
-                    self._rest()
-            while self._step(False):  # what is under way is stored, and counted
+                    active(False)
+                    with self._state:
+                        self._rests()
+                        self._state.wait_for(lambda: not self._paused or self._stopping)
+                        self._resting = False
+                    active(True)
+            while step(False):  # what is under way is stored, and counted
                 pass
         except BaseException as err:
             self._error = err
         finally:
-            self._active(False)
-            self._step = bool  # which nothing is kept for any more
+            active(False)
             with self._state:
-                self._resting = True
-                self._state.notify_all()
+                self._rests()
+
+    def _rests(self) -> None:
+        self._resting = True
+        self._state.notify_all()
 
     def join(self, timeout: float) -> bool:
         """Wait for the end of the thread unless it calls this itself; return whether it ended."""
-        if self.inside:
+        if self.thread is None or self.inside:
             return True
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
 
     def wait(self, seconds: float) -> None:
         """Let the thread wait; a pause or the end wakes it."""
@@ -89,19 +102,10 @@ class Background:
     @property
     def inside(self) -> bool:
         """Whether the calling thread is the one that collects."""
-        return threading.current_thread() is self._thread
-
-    def _rest(self) -> None:
-        self._active(False)
-        with self._state:
-            self._resting = True
-            self._state.notify_all()
-            self._state.wait_for(lambda: not self._paused or self._stopping)
-            self._resting = False
-        self._active(True)
+        return threading.current_thread() is self.thread
 
     @contextmanager
-    def pause(self, timeout: float) -> Iterator[None]:
+    def suspended(self, timeout: float) -> Iterator[None]:
         """Suspend collection during a block; collection continues even if the body raises.
 
         What was under way when the block is entered has been collected and stored.
@@ -127,13 +131,14 @@ class Background:
                 self._paused -= 1
                 self._state.notify_all()
 
-    def stop(self, timeout: float) -> None:
+    def halt(self, timeout: float) -> None:
         """End the thread after its current step. Idempotent.
 
         Raises:
             CollectorTimeout: it takes longer than ``timeout`` seconds.
         """
-        if not self._thread.is_alive():  # also in a forked child, which finds its lock as it was
+        # Also in a forked child, which finds the lock as it was.
+        if self.thread is None or not self.thread.is_alive():
             return
         with self._state:
             self._stopping = True
@@ -155,41 +160,37 @@ class Collects(Protocol):
         """Show that an error has ended collection."""
 
 
-class BackgroundFilling:
+class BackgroundFilling(Background):
     """Fills a collector's replay buffer in a thread, between `start` and `shutdown`.
 
     Only the thread refers to the collection, so that this object can be part of a finalizer.
     """
 
+    _buffer: ReplayBuffer | None = None
+    """The replay buffer; buffers of other libraries have no rate limit."""
+    _held_since: float | None = None
+    """The time at which the collector began to wait for the learner, by the rate limit."""
+    _ending = False
+
     def __init__(self, engine: Engine, counts: FrameCounts, timeout: float | None) -> None:
-        """Prepare to collect with ``engine``; nothing runs before `start`."""
+        """Prepare to collect with ``engine``."""
+        super().__init__()
         self._engine, self._counts, self._timeout = engine, counts, timeout
-        self._buffer: ReplayBuffer | None = None
-        """The replay buffer; buffers of other libraries have no rate limit."""
-        self._held_since: float | None = None
-        """The time at which the collector began to wait for the learner, by the rate limit."""
-        self._ending = False
-        self.thread: Background | None = None
 
     def start(self, buffer: Any, collection: Collects) -> None:
         """Fill ``buffer`` from now on."""
         self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
-        active: Callable[[bool], object] = bool
+        active: Active = bool
         if self._buffer is not None:
             self._buffer.fill_error = None
             if (limiter := self._buffer.limiter) is not None:
                 limiter.begin(self._buffer.storage)
                 active = partial(limiter.running, self._buffer.storage)
-        self.thread = Background(partial(self._step, collection), active)
+        self.begin(partial(self._step, collection), active)
 
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
-        return self.thread is not None and self.thread.running and self._engine.failure is None
-
-    @property
-    def paused(self) -> bool:
-        """Whether a block that suspends collection is running."""
-        return self.thread is not None and self.thread.paused
+        return self.running and self._engine.failure is None
 
     def check_not_running(self) -> None:
         """Raise `RuntimeError` if the collector collects in the background."""
@@ -213,47 +214,38 @@ class BackgroundFilling:
         self._engine.raise_failure()
         if self.thread is None or self._engine.closed:
             raise RuntimeError("pause() suspends what start() began; it is not running")
-        if self.thread.inside:
+        if self.inside:
             raise RuntimeError("pause() was called from inside the collection it would wait for")
-        return self.thread.pause(60.0 if self._timeout is None else 2 * self._timeout)
+        return self.suspended(60.0 if self._timeout is None else 2 * self._timeout)
 
     def stats(self) -> dict[str, float | bool]:
         """Return the entries of ``stats()`` about the rate limit."""
         if self._buffer is None or self._buffer.limiter is None:
             return {}
-        running = self.thread is not None and self.thread.running
         return {
             "samples_per_insert": self._buffer.limiter.ratio(self._buffer.storage),
-            "waiting_for_learner": self._held_since is not None and running,
+            "waiting_for_learner": self._held_since is not None and self.running,
         }
 
     def stop(self, timeout: float) -> BaseException | None:
         """End the thread; return the error that it met."""
-        if self.thread is not None and not self._engine.closed:
+        engine = self._engine
+        if engine.closed:
+            return None
+        if self.thread is not None:
             self._ending = True
-            self._engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
+            engine.backend.stop_byte[0] = 1  # a rollout under way ends after its step
             try:
-                self.thread.stop(timeout)
+                self.halt(timeout)
             except CollectorTimeout as err:
-                self._engine.failure = self._engine.failure or err
-        return None if self._engine.closed else self._engine.failure
-
-    @property
-    def error_raised(self) -> bool:
-        """Whether a call has raised the error that ended collection."""
-        paused = self.thread is not None and self.thread.error_raised
-        return paused or self._engine.failure_raised
+                engine.failure = engine.failure or err
+        return engine.failure
 
     def end(self, timeout: float) -> None:
         """End the thread, then the workers, even if the thread waits for a worker that hangs."""
         self.stop(timeout)
         self._engine.close(timeout)
         self.join(1.0)
-
-    def join(self, timeout: float) -> None:
-        """Wait for the end of the thread, if there is one."""
-        if self.thread is not None:
-            self.thread.join(timeout)
 
     def _step(self, collection: Collects, feed: bool) -> bool:
         """Collect the rollouts that have arrived; return whether there is more to do."""
@@ -281,7 +273,10 @@ class BackgroundFilling:
                 self._buffer.fill_error = err
             collection.failed()
             raise
-        self._wait(held)
+        if not held:
+            self._engine.wait(0.1 if self._ending else 1.0)
+        elif self._held_since is not None:
+            self.wait(poll_interval(time.monotonic() - self._held_since))
         return True
 
     def _holds(self) -> bool:
@@ -291,10 +286,3 @@ class BackgroundFilling:
             held = self._buffer.limiter.holds(self._buffer.storage, under_way)
             self._held_since = (self._held_since or time.monotonic()) if held else None
         return self._held_since is not None
-
-    def _wait(self, held: bool) -> None:
-        """Wait for workers, or for the learner if the rate limit ``held`` the workers."""
-        if not held:
-            self._engine.wait(0.1 if self._ending else 1.0)
-        elif self.thread is not None and self._held_since is not None:
-            self.thread.wait(poll_interval(time.monotonic() - self._held_since))

@@ -693,7 +693,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
             self._background.join(1.0)  # it has nothing left to do
             if self._engine.closed:  # else it was interrupted, and the finalizer ends the rest
                 self._closing.detach()
-        if failure is not None and raise_on_error and not self._background.error_raised:
+        raised = self._background.error_raised or self._engine.failure_raised
+        if failure is not None and raise_on_error and not raised:
             raise failure
 
 
