@@ -8,7 +8,7 @@ from backend_rig import ScriptedBackend, StampedSource, check_stamps, collect, p
 
 from gleanrl import ClosedError
 from gleanrl.core import messages as m
-from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.batch_delivery import BatchOptions
 from gleanrl.engine.engine import Engine
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.launchers.local import LocalLauncher

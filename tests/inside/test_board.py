@@ -11,8 +11,12 @@ from torch import nn
 
 from gleanrl import MultiAsyncCollector, WeightsError
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.weights.buffers import SharedWeightPublisher, SharedWeightReceiver, reserve_shared
-from gleanrl.weights.snapshot import TrackedModule
+from gleanrl.weights.module_weights import TrackedModule
+from gleanrl.weights.published_buffers import (
+    SharedWeightPublisher,
+    SharedWeightReceiver,
+    reserve_shared,
+)
 
 WEIGHTS = {
     "matrix": torch.arange(12.0).view(3, 4),
@@ -158,7 +162,7 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     first = np.frombuffer(memory.map(), np.float32, 4, buffer + 64)
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        "gleanrl.weights.buffers.fence",
+        "gleanrl.weights.published_buffers.fence",
         lambda: seen.append((int(count[0]), int(mark[0]), bool(first.any()))),
     )
     board.publish([torch.ones(4)], 1, 1)

@@ -1,8 +1,7 @@
 """The collectors that users construct: names and arguments without further behaviour."""
 
-from gleanrl.collectors.async_batched import AsyncBatchedCollector
+from gleanrl.collectors.async_batched_collector import AsyncBatchedCollector
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed import (
     DistributedCollector,
     DistributedDataCollector,
@@ -13,7 +12,8 @@ from gleanrl.collectors.distributed import (
     RPCDataCollector,
 )
 from gleanrl.collectors.evaluator import Evaluation, Evaluator
-from gleanrl.collectors.multi import (
+from gleanrl.collectors.in_process_collector import Collector
+from gleanrl.collectors.multi_collector import (
     AsyncCollector,
     MultiAsyncCollector,
     MultiCollector,
@@ -32,7 +32,8 @@ from gleanrl.core.errors import refuse
 from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.profiling import ProfileConfig
 from gleanrl.policies.random import RandomPolicy
-from gleanrl.weights.scheme import (
+from gleanrl.weights.module_weights import PolicyVersion
+from gleanrl.weights.sync_schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -41,7 +42,6 @@ from gleanrl.weights.scheme import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from gleanrl.weights.snapshot import PolicyVersion
 
 DataCollectorBase = BaseCollector
 SyncDataCollector = Collector

@@ -48,8 +48,8 @@ from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.policies.policy import parse_exploration_mode
 from gleanrl.transport.launchers import Launcher
 from gleanrl.watch.loggers import LogFunction
-from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import PolicyVersion
+from gleanrl.weights.module_weights import PolicyVersion
+from gleanrl.weights.sync_schemes import WeightSyncScheme
 
 Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]

@@ -26,11 +26,11 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.background import BackgroundFilling
 from gleanrl.collectors.checkpoints import check_saves
-from gleanrl.collectors.collection import Collection
-from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.delegation import method_of, property_of
+from gleanrl.collectors.policy_updates import PolicyUpdates
 from gleanrl.collectors.remote_attributes import AttributeAccess, WorkerAttributeAccess
+from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.save_on_sigterm import Preemption
 from gleanrl.collectors.states import read_from, restore, save_to, state_of
 from gleanrl.collectors.states import verify as verify_state
@@ -354,19 +354,19 @@ class BaseCollector(Controls, IterableDataset[Any]):
         if updater is not None:
             updater.register_collector(self)
 
-    init_updater = method_of("_weights", CollectorWeights.init_updater)
-    deliver_weights = method_of("_weights", CollectorWeights.deliver_weights)
-    register_scheme_receiver = method_of("_weights", CollectorWeights.register_scheme_receiver)
-    receive_weights = method_of("_weights", CollectorWeights.receive_weights)
-    receive_models = method_of("_weights", CollectorWeights.receive_models)
-    learner_policy = property_of("_weights", CollectorWeights.learner_policy)
-    policy_weights = property_of("_weights", CollectorWeights.policy_weights)
-    policy_version_tracker = property_of("_weights", CollectorWeights.policy_version_tracker)
-    policy_version = property_of("_weights", CollectorWeights.policy_version)
-    get_policy_version = method_of("_weights", CollectorWeights.get_policy_version)
-    increment_version = method_of("_weights", CollectorWeights.increment_version)
-    get_model = method_of("_weights", CollectorWeights.get_model)
-    policy = property_of("_weights", CollectorWeights.policy)
+    init_updater = method_of("_weights", PolicyUpdates.init_updater)
+    deliver_weights = method_of("_weights", PolicyUpdates.deliver_weights)
+    register_scheme_receiver = method_of("_weights", PolicyUpdates.register_scheme_receiver)
+    receive_weights = method_of("_weights", PolicyUpdates.receive_weights)
+    receive_models = method_of("_weights", PolicyUpdates.receive_models)
+    learner_policy = property_of("_weights", PolicyUpdates.learner_policy)
+    policy_weights = property_of("_weights", PolicyUpdates.policy_weights)
+    policy_version_tracker = property_of("_weights", PolicyUpdates.policy_version_tracker)
+    policy_version = property_of("_weights", PolicyUpdates.policy_version)
+    get_policy_version = method_of("_weights", PolicyUpdates.get_policy_version)
+    increment_version = method_of("_weights", PolicyUpdates.increment_version)
+    get_model = method_of("_weights", PolicyUpdates.get_model)
+    policy = property_of("_weights", PolicyUpdates.policy)
 
     # -- seeds and state -------------------------------------------------------------------------
 

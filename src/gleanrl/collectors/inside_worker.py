@@ -26,7 +26,7 @@ from gleanrl.engine.sink import Sink
 from gleanrl.memory.tensordicts import batch_over
 from gleanrl.rollout.source_builder import SourceBuilder
 from gleanrl.transport.verifying import Verifiable, difference
-from gleanrl.weights.snapshot import cloned, weights_of
+from gleanrl.weights.module_weights import cloned, weights_of
 
 
 class _WorkerWeights:

@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan
+from gleanrl.collectors.in_process_collector import Collector
 from gleanrl.collectors.states import unverified
 from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
 from gleanrl.core import paths
@@ -30,7 +30,7 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.memory.tensordicts import batch_over, copied, groups_of
 from gleanrl.transport.verifying import Verifiable
-from gleanrl.weights.snapshot import Shapes, cloned, shapes_of
+from gleanrl.weights.module_weights import Shapes, cloned, shapes_of
 
 
 def _serve_nested(

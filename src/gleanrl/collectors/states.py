@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.collectors import checkpoints
-from gleanrl.collectors.collection import Collection
+from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.state_types import check_types
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied

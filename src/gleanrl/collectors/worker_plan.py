@@ -17,7 +17,7 @@ from gleanrl.collectors.arguments import (
     read_version,
 )
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
-from gleanrl.collectors.weight_schedule import read_sending
+from gleanrl.collectors.update_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import (
@@ -31,7 +31,7 @@ from gleanrl.core.options import (
 )
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.retry_limits import read_retry_limit
-from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.batch_delivery import BatchOptions
 from gleanrl.engine.pipeline import Pipeline
 from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory

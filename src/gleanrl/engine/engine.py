@@ -16,7 +16,7 @@ from gleanrl.core.options import FrameLimits
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.async_gather import AsyncGather
-from gleanrl.engine.batches import BatchOptions, BatchPlan
+from gleanrl.engine.batch_delivery import BatchOptions, BatchPlan
 from gleanrl.engine.early_stop import EarlyStop
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Gather, Rollouts, Undelivered

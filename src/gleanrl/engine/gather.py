@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
-from gleanrl.engine.batches import Slots
+from gleanrl.engine.batch_delivery import Slots
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.session import Session, Ticket
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import FrameLimits
-from gleanrl.engine.batches import BatchOptions
+from gleanrl.engine.batch_delivery import BatchOptions
 
 
 class RolloutSizes(NamedTuple):

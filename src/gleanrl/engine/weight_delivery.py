@@ -15,8 +15,7 @@ from gleanrl.core.options import check_int
 from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.session import Session
 from gleanrl.policies.random import RandomPolicy
-from gleanrl.weights.scheme import SharedMemWeightSyncScheme, WeightSyncScheme
-from gleanrl.weights.snapshot import (
+from gleanrl.weights.module_weights import (
     Shapes,
     TrackedModule,
     Weights,
@@ -29,6 +28,7 @@ from gleanrl.weights.snapshot import (
     warn_of_no_weights,
     weights_of,
 )
+from gleanrl.weights.sync_schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 
 _POLICY = "policy"
 _CPU = torch.device("cpu")

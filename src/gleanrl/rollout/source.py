@@ -21,7 +21,7 @@ from gleanrl.envs.simulators import NeedsPickle, StateError
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.tracker import Tracker
-from gleanrl.weights.snapshot import Shapes, check_weights, cloned, load_weights, shapes_of
+from gleanrl.weights.module_weights import Shapes, check_weights, cloned, load_weights, shapes_of
 
 NO_EPISODES = "the state has no running episodes"
 

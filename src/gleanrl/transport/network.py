@@ -40,7 +40,7 @@ from gleanrl.transport.wire import (
     reply_in,
 )
 from gleanrl.transport.worker_loop import Boot, OpenWindow
-from gleanrl.weights.buffers import FlatBuffer, check_fit, planned
+from gleanrl.weights.published_buffers import FlatBuffer, check_fit, planned
 
 _NODE_EXIT_S = 1.0
 """Seconds after which a node that was told to end is given up."""

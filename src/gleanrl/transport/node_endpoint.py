@@ -34,7 +34,7 @@ from gleanrl.transport.wire import (
     read_key,
 )
 from gleanrl.transport.worker_loop import Boot, Inbox, Received, WeightReceiver, serve
-from gleanrl.weights.buffers import FlatBuffer
+from gleanrl.weights.published_buffers import FlatBuffer
 
 _LAST_WORD_S = 5.0
 """Seconds a node that was asked to end may take to do so once the learner is gone."""

@@ -27,7 +27,7 @@ from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.worker_loop import Boot, Surroundings
 from gleanrl.transport.zygote import Zygote, exit_text
-from gleanrl.weights.buffers import SharedWeightPublisher, reserve_shared
+from gleanrl.weights.published_buffers import SharedWeightPublisher, reserve_shared
 
 _WORKER_EXIT_S = 0.5
 """Seconds after which a worker that was told to end is killed."""

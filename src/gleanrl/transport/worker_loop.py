@@ -30,7 +30,7 @@ from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.data_plane import Connect
 from gleanrl.transport.verifying import difference
 from gleanrl.transport.wire import CommandReader, frame_of
-from gleanrl.weights.buffers import SharedWeightReceiver
+from gleanrl.weights.published_buffers import SharedWeightReceiver
 
 Received: TypeAlias = m.Command | m.Failed
 """The next thing for a worker: a command, or the answer to one that could not be loaded."""

@@ -1,7 +1,7 @@
 """Names under which TorchRL users look for weight sync schemes. Re-exports only."""
 
 from gleanrl.core.errors import refuse
-from gleanrl.weights.scheme import (
+from gleanrl.weights.sync_schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,

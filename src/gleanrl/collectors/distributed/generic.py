@@ -16,12 +16,12 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.backend_choice import selects
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.collector import Collector
 from gleanrl.collectors.distributed.default_configs import (
     DEFAULT_SLURM_CONF,
     DEFAULT_SLURM_CONF_MAIN,
 )
-from gleanrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from gleanrl.collectors.in_process_collector import Collector
+from gleanrl.collectors.multi_collector import MultiAsyncCollector, MultiSyncCollector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions

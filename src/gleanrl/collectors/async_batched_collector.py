@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict.nn import InteractionType
 
-from gleanrl.collectors.multi import MultiAsyncCollector, MultiCollector
+from gleanrl.collectors.multi_collector import MultiAsyncCollector, MultiCollector
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.envs.factory import per_env

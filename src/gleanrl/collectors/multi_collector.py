@@ -25,7 +25,7 @@ from gleanrl.collectors.central import (
     policy_process_plan,
     read_inference,
 )
-from gleanrl.collectors.collector import Collector
+from gleanrl.collectors.in_process_collector import Collector
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core import messages as m

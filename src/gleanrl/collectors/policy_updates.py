@@ -13,15 +13,15 @@ from torch import nn
 
 from gleanrl.collectors.arguments import check_schemes
 from gleanrl.collectors.controls import one_of
-from gleanrl.collectors.weight_schedule import NothingSent, WeightSchedule
+from gleanrl.collectors.update_schedule import NothingSent, WeightSchedule
 from gleanrl.collectors.weight_update import WeightUpdaterBase
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.weight_delivery import Models, WeightDelivery
 from gleanrl.watch.watching import Watching
-from gleanrl.weights.scheme import WeightSyncScheme
-from gleanrl.weights.snapshot import PolicyVersion, Shapes
+from gleanrl.weights.module_weights import PolicyVersion, Shapes
+from gleanrl.weights.sync_schemes import WeightSyncScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Update:
     """Whether a weight updater makes it."""
 
 
-class CollectorWeights:
+class PolicyUpdates:
     """Updates the weights of the policies that collect, and counts their versions."""
 
     def __init__(self, engine: Engine, plan: WorkerPlan, watching: Watching) -> None:

@@ -10,8 +10,8 @@ from typing import Any, cast
 from tensordict import TensorDictBase
 
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.collector_weights import CollectorWeights
 from gleanrl.collectors.hooks import Hooks, HooksInWorkers
+from gleanrl.collectors.policy_updates import PolicyUpdates
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
@@ -88,7 +88,7 @@ class Collection:
         self.counts = _frame_counts(plan, engine)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
-        self.weights = CollectorWeights(engine, plan, watching)
+        self.weights = PolicyUpdates(engine, plan, watching)
         self._replacements: PolicyReplacements | None = None
         if plan.relaunches is not None:
             models = cast("WeightDelivery", self.weights.models)
