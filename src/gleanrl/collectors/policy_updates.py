@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -24,26 +23,11 @@ from gleanrl.weights.module_weights import PolicyVersion, Shapes
 from gleanrl.weights.sync_schemes import WeightSyncScheme
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """An update of weights under way, whose pieces have one version."""
-
-    number: int
-    by_updater: bool
-    """Whether a weight updater makes it."""
-
-
 class PolicyUpdates:
     """Updates the weights of the policies that collect, and counts their versions."""
 
     def __init__(self, engine: Engine, plan: WorkerPlan, watching: Watching) -> None:
-        """Begin with version 0 in the workers of ``engine``.
-
-        Args:
-            engine: Its workers run the models.
-            plan: The plan by which they were started.
-            watching: Shows updates.
-        """
+        """Begin with version 0 in the workers of ``engine``, which were started by ``plan``."""
         self._engine, self._watching = engine, watching
         self._single = plan.in_process
         """Whether there is one worker only, which needs no ``worker_ids``."""
@@ -52,8 +36,8 @@ class PolicyUpdates:
         self.updater: WeightUpdaterBase | None = None
         self._receivers: dict[str, WeightSyncScheme] = {}
         """Which models a parent may update, by model id; all if there are none."""
-        self._update: _Update | None = None
-        """The update under way."""
+        self._update: tuple[int, bool] | None = None
+        """The version of the update under way, and whether a weight updater makes it."""
         self.schedule = plan.sending
         self.serve(plan)
         self.register_scheme_receiver(plan.arguments["weight_recv_schemes"] or {})
@@ -101,7 +85,7 @@ class PolicyUpdates:
         """
         requested_at = time.monotonic()
         with self._engine.turn(None):
-            if self.updater is not None and not (self._update and self._update.by_updater):
+            if self.updater is not None and not (self._update and self._update[1]):
                 self._update_by(self.updater, models, worker_ids, kwargs or {})
             elif kwargs:
                 raise ArgumentTypeError(
@@ -128,55 +112,37 @@ class PolicyUpdates:
                 "policy only"
             )
         self.models.chosen(worker_ids)  # refuses those that do not exist
-        with self._one_version(by_updater=True) as update:
+        with self._one_version(by_updater=True) as number:
             updater(policy_or_weights=models["policy"], worker_ids=worker_ids, **kwargs)
-            if self.number != update.number:  # weights went another way: only the version is ours
+            if self.number != number:  # weights went another way: only the version is ours
                 self._publish({}, worker_ids)
 
-    def _publish(self, models: Mapping[str, Any], worker_ids: Any) -> None:
+    @property
+    def _next(self) -> int:
+        """The version of the update under way, or else of the next one."""
+        return self.number + 1 if self._update is None else self._update[0]
+
+    def _publish(self, models: Mapping[str, Any], worker_ids: Any = None) -> None:
         """Publish weights by model id, as a piece of the update under way or as the next one."""
-        workers = self._deliver(models, worker_ids)
+        workers = self.models.deliver(models, worker_ids, number := self._next)
+        self._version.set_number(number)
         if self.schedule is not None:
             self.schedule.sent(workers)
 
-    def _deliver(self, models: Mapping[str, Any], worker_ids: Any) -> list[int]:
-        number = self._version.number + 1 if self._update is None else self._update.number
-        workers = self.models.deliver(models, worker_ids, number)
-        self._version.set_number(number)
-        return workers
-
     @contextmanager
-    def _one_version(
-        self, number: int | None = None, by_updater: bool = False
-    ) -> Iterator[_Update]:
-        """Make all updates in a ``with`` block one update.
-
-        Args:
-            number: Its version; by default that of the update around it, or the next one.
-            by_updater: Whether a weight updater makes it.
-        """
-        outer = self._update
-        if number is None:
-            number = self.number + 1 if outer is None else outer.number
-        self._update = _Update(number, by_updater)
+    def _one_version(self, number: int | None = None, by_updater: bool = False) -> Iterator[int]:
+        """Make all updates in a ``with`` block one, of version ``number`` if there is one."""
+        outer, number = self._update, self._next if number is None else number
+        self._update = number, by_updater
         try:
-            yield self._update
+            yield number
         finally:
             self._update = outer
 
-    def before_batch(self) -> None:
-        """Send weights to the workers that are due before the next batch."""
-        if self.schedule is not None and (due := self.schedule.before()):
-            self._send(due)
-
-    def after_batch(self, delivered: Collection[int]) -> None:
-        """Send weights to the workers that are due after a batch of the workers ``delivered``."""
-        if self.schedule is not None and (due := self.schedule.after(delivered)):
-            self._send(due)
-
-    def _send(self, due: Collection[int]) -> None:
+    def send(self, due: Collection[int]) -> None:
+        """Send weights to the workers that are ``due``, by the schedule."""
         everybody = len(due) == self._engine.workers
-        if self._engine.tolerant:
+        if due and self._engine.tolerant:
             self._engine.check_alive()  # workers that were lost meanwhile need no weights
             due = set(due).intersection(self._engine.alive)
         if due:
@@ -266,7 +232,7 @@ class PolicyUpdates:
             if wanted:
                 self.update(wanted)
             elif version is not None:  # only the version moves
-                self._publish({}, None)
+                self._publish({})
 
     def _check_receiver(self, model_id: str) -> None:
         """Raise `UnknownModelError` if a parent may not update ``model_id``."""
@@ -336,7 +302,8 @@ class PolicyUpdates:
     def increment_version(self) -> None:
         """Move to the next policy version without touching the weights."""
         with self._engine.turn(None):
-            self._deliver({}, None)
+            self.models.deliver({}, None, number := self._next)
+            self._version.set_number(number)
 
     def schedule_state(self) -> Any:
         """Return which workers are due to get weights, and how long others have waited."""

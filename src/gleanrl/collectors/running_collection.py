@@ -130,7 +130,7 @@ class Collection:
         self.touched = self.moved = True
         weights = self.weights
         if weights.schedule is not None:
-            weights.before_batch()
+            weights.send(weights.schedule.before())
         requested_at, self._requested_at = self._requested_at or time.monotonic(), None
         if self._late is None:
             batch, reports = self.engine.collect(self.counts, self.timeout, feed)
@@ -151,7 +151,7 @@ class Collection:
         self._note_mishaps(reports)
         self.watching.gathered(reports, weights.number, requested_at, self.status)
         if weights.schedule is not None:
-            weights.after_batch(reports)
+            weights.send(weights.schedule.after(reports))
         return batch
 
     def _is_old(self, batch: TensorDictBase | None, reports: Rollouts) -> bool:

@@ -48,10 +48,7 @@ class Models:
         policy: Any,
         schemes: Mapping[str, WeightSyncScheme] | None,
     ) -> None:
-        """Remember the learner's policy, ``None`` if a factory made it.
-
-        ``schemes`` say, per model id, which models are never updated.
-        """
+        """Publish to ``session``; ``schemes`` say, per model id, which models are never updated."""
         self._session = session
         self.policy = policy
         """The learner's policy, ``None`` if a factory made it."""
@@ -110,19 +107,8 @@ class Models:
             PolicyTypeError: nothing was given, and there is no policy to take weights from.
             WorkerDied: a worker's process ended.
         """
-        for model_id, source in sources.items():
-            if source is None and model_id != _POLICY:
-                raise ConfigError(f"no weights were given for model {model_id!r}")
-        applied = {name: source for name, source in sources.items() if self._scheme(name).applies}
-        return self._deliver(applied, worker_ids, number)
-
-    def _scheme(self, name: str) -> WeightSyncScheme:
-        return self._schemes.get(name, _USUAL_SCHEME)
-
-    def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
-        """Publish weights as version ``number``; return the workers that were updated."""
         models: dict[str, Any] = {}
-        for model_id, source in sources.items():
+        for model_id, source in self._applied(sources).items():
             running = self.running(model_id)
             source = self.policy if source is None else source
             if source is None or source is running:
@@ -138,6 +124,16 @@ class Models:
             others = dict.fromkeys(workers[1:], m.Load(m.Snapshot(number, {})))
             self._session.request_each(others)
         return workers
+
+    def _applied(self, sources: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the weights in ``sources`` of models that are updated."""
+        for model_id, source in sources.items():
+            if source is None and model_id != _POLICY:
+                raise ConfigError(f"no weights were given for model {model_id!r}")
+        return {name: source for name, source in sources.items() if self._scheme(name).applies}
+
+    def _scheme(self, name: str) -> WeightSyncScheme:
+        return self._schemes.get(name, _USUAL_SCHEME)
 
     def policy_state(self) -> dict[str, Any]:
         """Return the running policy's state dict, cloned; empty if it has none."""
@@ -180,15 +176,15 @@ class WeightDelivery(Models):
         devices: Sequence[torch.device | None],
         keep: bool = False,
     ) -> None:
-        """Remember the learner's policy, and set up its publisher.
+        """Set up the publisher of ``policy``, which is sent when nothing else is given.
 
         Args:
             session: With the workers that run the models.
-            policy: The policy the user gave: what is sent when nothing else is given.
+            policy: The learner's.
             made_by_factory: Whether workers made their own.
-            schemes: Per model id; shared memory where nothing is said.
-            devices: Per worker, where its policy is.
-            keep: Keep what was sent by message, for workers that take the place of others.
+            schemes: Per model id; shared memory by default.
+            devices: Per worker, that of its policy.
+            keep: Whether messages are kept, for replacements of workers.
         """
         super().__init__(session, policy, schemes)
         self._factory = made_by_factory
@@ -208,15 +204,11 @@ class WeightDelivery(Models):
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(weights)
             if made_by_factory and weights:
-                self._deliver({_POLICY: None}, None, 0)  # workers start with these weights
+                self.deliver({_POLICY: None}, None, 0)  # workers start with these weights
         self._devices = [home if device is None else device for device in devices]
 
     def running(self, model_id: str) -> Any:
-        """Return the learner's own object for ``model_id``.
-
-        Raises:
-            UnknownModelError: the learner has none; workers may.
-        """
+        """Return the learner's own object for ``model_id``."""
         if model_id == _POLICY and self.policy is not None:
             return self.policy
         raise UnknownModelError(f"no model {model_id!r} on the learner's side")
@@ -244,7 +236,8 @@ class WeightDelivery(Models):
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
+    def deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
+        sources = self._applied(sources)
         self._session.check_alive()
         workers = self._recipients(sources, worker_ids)
         if len(workers) < self._session.workers or not self._published(sources, number):
