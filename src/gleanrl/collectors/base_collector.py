@@ -32,8 +32,7 @@ from gleanrl.collectors.policy_updates import PolicyUpdates
 from gleanrl.collectors.remote_attributes import AttributeAccess, WorkerAttributeAccess
 from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.save_on_sigterm import Preemption
-from gleanrl.collectors.states import read_from, restore, save_to, state_of
-from gleanrl.collectors.states import verify as verify_state
+from gleanrl.collectors.states import read_from, restore, save_to, state_of, unverified
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
@@ -42,6 +41,7 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users
 from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
+from gleanrl.envs.simulators import StateError
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.watch.watching import Watching
 
@@ -517,8 +517,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         keep = check_int("keep", keep, least=1)
         buffer = check_saves(self.replay_buffer) if replay_buffer else None
         state = partial(self.state_dict, allow_pickle=allow_pickle)
-        if verify:
-            verify_state(self.collection, allow_pickle)
+        if verify and (found := unverified(self.collection, allow_pickle)) is not None:
+            raise StateError(f"nothing was saved: {found}")
         save_to(self.collection, Path(path), type(self).__name__, state, keep, buffer)
 
     @for_users

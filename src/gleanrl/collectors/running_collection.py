@@ -19,7 +19,6 @@ from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
 from gleanrl.engine.early_stop import EarlyStop, Interruptor
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
 from gleanrl.engine.replacing import PolicyReplacements
@@ -47,16 +46,21 @@ class Collection:
     """Which environments began new episodes with the last loaded state, and why."""
     warned_of_episodes = False
     """Whether the user knows that states have no episodes."""
+    batches = 0
+    _old_in_a_row = 0
+    """Batches discarded since the last one that was not, because of `max_lag`."""
+    _unfinished = 0
+    """Frames in batches that earlier pipelines dropped."""
+    touched = False
+    """Whether anything has requested a batch, a seed, a reset or a state."""
+    moved = False
+    """Whether environments were stepped or reset since they were seeded."""
+    _requested_at: float | None = None
+    """The time of the request for the current batch, before it is gathered."""
+    _replacements: PolicyReplacements | None = None
 
     def __init__(self, name: str, plan: WorkerPlan, engine: Engine, watching: Watching) -> None:
-        """Reserve memory for batches and set up weights and counters.
-
-        Args:
-            name: Of the collector's class.
-            plan: The plan by which the workers were started.
-            engine: Of these workers.
-            watching: Shows the collection.
-        """
+        """Reserve memory for the batches of ``engine``, whose workers were started by ``plan``."""
         self.plan, self.engine, self.watching, self._name = plan, engine, watching, name
         self._several = not plan.in_process
         # With central inference it bounds a step of the environments, not a rollout.
@@ -66,30 +70,25 @@ class Collection:
         """Warns of a rollout in this thread that is late."""
         self.ready: deque[Any] = deque()
         """Batches to deliver."""
-        self.batches = 0
-        self._old_in_a_row = 0
-        """Batches discarded since the last one that was not, because of `max_lag`."""
-        self._unfinished = 0
-        """Frames in batches that earlier pipelines dropped."""
         self.mishaps: Counter[str] = Counter()
         """Failures in workers that collection has survived, by the counter of `stats`."""
-        self.touched = False
-        """Whether anything has requested a batch, a seed, a reset or a state."""
-        self.moved = False
-        """Whether environments were stepped or reset since they were seeded."""
         self.seeds: Mapping[int, m.Seed] = {}
         """The seeds of the workers since their start or since a state was loaded."""
-        self._requested_at: float | None = None
-        """The time of the request for the current batch, before it is gathered."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
         if plan.central is not None:
             engine.told_by(plan.central.start().session)
-        self.counts = _frame_counts(plan, engine)
+        stopped: Callable[[], bool] = bool
+        if isinstance(plan.interruptor, Interruptor):
+            plan.interruptor.attach(engine.backend.stop_byte)
+            stopped = plan.interruptor.collection_stopped
+        engine.tolerant = plan.tolerant
+        engine.needs_all = plan.relaunches is not None and plan.sync
+        early = EarlyStop(plan.enough, stopped)
+        self.counts = engine.plan(plan.limits, plan.frames, plan.batches, early, plan.blanks)
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = PolicyUpdates(engine, plan, watching)
-        self._replacements: PolicyReplacements | None = None
         if plan.relaunches is not None:
             models = cast("WeightDelivery", self.weights.models)
             self._replacements = PolicyReplacements(engine, models, plan.relaunches)
@@ -223,15 +222,11 @@ class Collection:
         """Carry out commands that begin new trajectories; discard rollouts under way."""
         self.touched = self.moved = True
         with self.engine.turn(None):
-            self.finish_filling()
+            if self.plan.fills:  # rows that are in the buffer are counted
+                self._finish()
             self.ready.clear()
             self.pipeline.forget()
             return self.engine.restart(commands, self.counts)
-
-    def finish_filling(self) -> None:
-        """Collect the rollouts under way that workers write to the buffer, and count their rows."""
-        if self.plan.fills:
-            self._finish()
 
     def settle(self) -> None:
         """Collect what is under way that cannot be part of a state."""
@@ -337,7 +332,12 @@ class Collection:
         stats |= self._losses(self.engine)
         stats["rollouts_queued"] = len(self.engine.gather.waiting())
         for worker in range(self.engine.workers if workers != "aggregate" else 0):
-            own = self._of_worker(worker)
+            own = {
+                "requested_frames_per_batch": self.engine.sizes[worker],
+                "alive": worker in self.engine.alive,
+                "pid": self.engine.processes[worker][0],
+                **self.watching.measures.stats(worker),
+            }
             stats |= {f"worker_{worker}/{name}": value for name, value in own.items()}
         return stats
 
@@ -419,29 +419,3 @@ class Collection:
         self.engine.discards = Counter(state["discards"])
         self.engine.gather.dropped = int(state["dropped"])
         self._unfinished = int(state["unfinished"]) - self.pipeline.discarded
-
-    def _of_worker(self, worker: int) -> dict[str, int | float | bool]:
-        engine = self.engine
-        return {
-            "requested_frames_per_batch": engine.sizes[worker],
-            "alive": worker in engine.alive,
-            "pid": engine.processes[worker][0],
-            **self.watching.measures.stats(worker),
-        }
-
-
-def _frame_counts(plan: WorkerPlan, engine: Engine) -> FrameCounts:
-    """Reserve memory for the batches that ``plan`` asks for; return their frame counts."""
-    stopped: Callable[[], bool] = bool
-    if isinstance(plan.interruptor, Interruptor):
-        plan.interruptor.attach(engine.backend.stop_byte)
-        stopped = plan.interruptor.collection_stopped
-    engine.tolerant = plan.tolerant
-    engine.needs_all = plan.relaunches is not None and plan.sync
-    return engine.plan(
-        plan.limits,
-        plan.frames,
-        plan.batches,
-        early=EarlyStop(plan.enough, stopped),
-        blanks=plan.blanks,
-    )

@@ -7,7 +7,6 @@ file is trusted, and nothing of it runs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -15,13 +14,15 @@ import shutil
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gleanrl.collectors.state_types import explained
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.core.version import __version__
@@ -193,16 +194,8 @@ def _damaged(path: Path, what: str) -> str:
     return f"{path} is damaged ({what}){instead}"
 
 
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn what a file can cause into a `ConfigError`."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except Exception as err:  # a file may come from anyone
-        why = f"{type(err).__name__}: {err}"
-        raise ConfigError(f"{path} holds no state of a collector ({why:.200})") from err
+def _explained(path: Path) -> AbstractContextManager[None]:
+    return explained(f"{path} holds no state of a collector", (OSError,))
 
 
 class _Reader:

@@ -1,9 +1,10 @@
-"""The types of all entries of a collector's state, checked before any of them is used."""
+"""The types of all entries of a collector's state, checked before use; errors of other states."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +79,18 @@ def check_types(state: Any) -> None:
     workers = {name: _ENTRY for name in names if re.fullmatch(r"worker\d+", str(name))}
     if at := _misfit(state, {**_OF_ALL, **_ENTRY, **workers}, "state"):
         raise ConfigError(f"this is no state of such a collector: {at} has another type")
+
+
+@contextlib.contextmanager
+def explained(what: str, passed: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn what a state, which may come from anyone, can cause into a `ConfigError` of ``what``."""
+    try:
+        yield
+    except Exception as err:
+        if isinstance(err, (ConfigError, *passed)):
+            raise
+        why = f"{type(err).__name__}: {err}"
+        raise ConfigError(f"{what} ({why:.200})") from err
 
 
 def _misfit(value: Any, kind: Kind, at: str) -> str | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.running_collection import Collection
-from gleanrl.collectors.state_types import check_types
+from gleanrl.collectors.state_types import check_types, explained
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
 from gleanrl.core.options import warn
@@ -21,7 +20,7 @@ from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
 from gleanrl.envs.factory import is_built
 from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor
+from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
 from gleanrl.envs.state_loading import load_batch, load_state
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
@@ -41,7 +40,7 @@ OF_ALL = (
 _OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
 VERIFIED_STEPS = 16
-"""Steps by which `verify` compares a copy."""
+"""Steps by which `unverified` compares a copy."""
 _ALL_BEGIN_ANEW = (
     "environments=False: all environments begin new episodes, with new random streams; partial "
     "trajectories and undelivered rollouts of the state are left out"
@@ -84,17 +83,6 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
             "ready": list(map(save_state, collection.ready)),
             "ledger": collection.ledger_state(),
         }
-
-
-def verify(collection: Collection, allow_pickle: bool) -> None:
-    """Check that environments made anew, which load the present state, make the next steps alike.
-
-    Raises:
-        ConfigError: environments of this collector cannot be checked.
-        StateError: names a worker whose environments or policy do not continue exactly.
-    """
-    if (found := unverified(collection, allow_pickle)) is not None:
-        raise StateError(f"nothing was saved: {found}")
 
 
 def unverified(collection: Collection, allow_pickle: bool) -> str | None:
@@ -266,28 +254,11 @@ def restore(
         return collection.restarted
 
 
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turn what a state can cause into a `ConfigError`."""
-    try:
-        yield
-    except (ConfigError, WeightsError, KeyError):
-        raise
-    except Exception as err:  # a state may come from anyone
-        why = f"{type(err).__name__}: {err}"
-        raise ConfigError(f"this is no state of such a collector ({why:.200})") from err
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts of a state that fits a collector."""
-
-    state: Mapping[str, Any]
-    entries: list[Any]
-    """Of each worker."""
-    policies: dict[int, tuple[Mapping[str, Any], int]]
-    """Weights and version of each worker."""
-    commands: dict[int, m.Command]
+_explained = partial(explained, "this is no state of such a collector", (WeightsError, KeyError))
+_Policies: TypeAlias = dict[int, tuple[Mapping[str, Any], int]]
+"""Weights and version of each worker."""
+_Parts: TypeAlias = tuple[Mapping[str, Any], list[Any], _Policies, dict[int, m.Command]]
+"""A state that fits a collector, the entry of each worker, and its weights and command."""
 
 
 def _read(
@@ -303,7 +274,7 @@ def _read(
     if not environments:
         state_dict = _without_environments(state_dict, engine)
     entries = _entries_of(state_dict, engine.workers, strict)
-    policies: dict[int, tuple[Mapping[str, Any], int]] = {}
+    policies: _Policies = {}
     commands: dict[int, m.Command] = {}
     for worker, entry in enumerate(entries):
         version = weights.number
@@ -312,17 +283,17 @@ def _read(
             version = int(entry["worker"]["policy_version"])
         policies[worker] = entry.get("policy_state_dict") or {}, version
     weights.models.check_restore(state for state, _ in policies.values())
-    return _Parts(state_dict, entries, policies, commands)
+    return state_dict, entries, policies, commands
 
 
 def _apply(collection: Collection, parts: _Parts) -> str | None:
     """Take over a state; return which environments begin new episodes, and why."""
-    engine, weights, state = collection.engine, collection.weights, parts.state
+    (state, entries, policies, commands), engine = parts, collection.engine
     frames = int(state.get("frames", collection.counts.delivered))
-    _number_lives(engine, parts.entries)
-    answers = collection.restart(parts.commands)
-    weights.restore(parts.policies)
-    weights.load_schedule(state.get("schedule"))
+    _number_lives(engine, entries)
+    answers = collection.restart(commands)
+    collection.weights.restore(policies)
+    collection.weights.load_schedule(state.get("schedule"))
     collection.counts.delivered = frames
     collection.batches = int(state.get("iter", collection.batches))
     engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.counts)

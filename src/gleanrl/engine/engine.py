@@ -50,7 +50,6 @@ class Engine(Session):
         limits: FrameLimits,
         frames: Sequence[int],
         options: BatchOptions,
-        *,
         early: EarlyStop | None = None,
         blanks: bool = False,
     ) -> FrameCounts:
