@@ -157,7 +157,7 @@ class _Player:
         dump_video: bool,
     ) -> None:
         self.collector, self._ask = collector, collector.collection.engine.ask
-        collector.collection.repeat_seeds()
+        collector.collection.repeats_seeds = True
         self._dumps = dump_video and self._has_transforms()
         self._prefix, self._on_result = prefix, on_result
         self._owner = os.getpid()
@@ -244,7 +244,7 @@ class _Player:
         collector = self.collector
         if request.weights or request.version is not None:
             collector.receive_models(request.weights, request.version)
-        collector.collection.renew_seeds({})
+        collector.collection.seeds = {}
         if request.seed is not None:  # after the weights: it resets, and transforms may have some
             collector.set_seed(request.seed)
         summary, version = self._episodes()

@@ -30,10 +30,15 @@ class Hooks:
     def set_pre_collect_hook(self, hook: PreHook | None) -> None:
         """Set `pre_collect_hook` (a method, for handles without properties)."""
         self.pre = hook
+        self._tell("set_pre_collect_hook", hook)
 
     def set_post_collect_hook(self, hook: PostHook | None) -> None:
         """Set `post_collect_hook` (a method, for handles without properties)."""
         self.post = hook
+        self._tell("set_post_collect_hook", hook)
+
+    def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of every worker's collector, and of the replacements of lost workers."""
 
     def begin_profile(self, config: Mapping[str, Any], worker: int | None) -> None:
         """Profile the first rollouts.
@@ -76,18 +81,9 @@ class HooksInWorkers(Hooks):
         self._engine = engine
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of every worker's collector, and of the replacements of lost workers."""
         if not self._engine.closed:
             self._engine.standing[method] = m.Call(method, args, kwargs)
             self._engine.request_all(self._engine.standing[method])
-
-    def set_pre_collect_hook(self, hook: PreHook | None) -> None:
-        self.pre = hook
-        self._tell("set_pre_collect_hook", hook)
-
-    def set_post_collect_hook(self, hook: PostHook | None) -> None:
-        self.post = hook
-        self._tell("set_post_collect_hook", hook)
 
     def _profile(
         self, profile: ProfileConfig, config: Mapping[str, Any], worker: int | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -21,7 +23,7 @@ from gleanrl.engine.early_stop import EarlyStop, Interruptor
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
-from gleanrl.engine.replacing import PolicyReplacements
+from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.engine.session import Session
 from gleanrl.engine.sync_gather import SyncGather
 from gleanrl.engine.weight_delivery import WeightDelivery
@@ -57,7 +59,8 @@ class Collection:
     """Whether environments were stepped or reset since they were seeded."""
     _requested_at: float | None = None
     """The time of the request for the current batch, before it is gathered."""
-    _replacements: PolicyReplacements | None = None
+    repeats_seeds = False
+    """Whether replacements get the seeds of those before them, to make the same rollouts."""
 
     def __init__(self, name: str, plan: WorkerPlan, engine: Engine, watching: Watching) -> None:
         """Reserve memory for the batches of ``engine``, whose workers were started by ``plan``."""
@@ -73,7 +76,7 @@ class Collection:
         self.mishaps: Counter[str] = Counter()
         """Failures in workers that collection has survived, by the counter of `stats`."""
         self.seeds: Mapping[int, m.Seed] = {}
-        """The seeds of the workers since their start or since a state was loaded."""
+        """The seeds of the workers since their start; none after a loaded state."""
         self._reports: Rollouts = {}
         """The workers' reports about the newest batch."""
         if plan.central is not None:
@@ -90,8 +93,8 @@ class Collection:
         self.pipeline.share_out(engine.num_envs)
         self.weights = PolicyUpdates(engine, plan, watching)
         if plan.relaunches is not None:
-            models = cast("WeightDelivery", self.weights.models)
-            self._replacements = PolicyReplacements(engine, models, plan.relaunches)
+            commands = partial(Collection._commands_for, weakref.proxy(self))
+            Replacements(engine, plan.relaunches, commands)
         self.filling = BackgroundFilling(engine, self.counts, self.timeout)
         hooks = plan.arguments["pre_collect_hook"], plan.arguments["post_collect_hook"]
         self.hooks = Hooks(*hooks) if plan.in_process else HooksInWorkers(*hooks, engine)
@@ -253,7 +256,7 @@ class Collection:
             commands[worker] = m.Seed(seed if static else base, static, base)
             base += envs
         with self.engine.turn(None):
-            self.renew_seeds(commands)
+            self.seeds = commands
             last = self.restart(dict(commands))
             self.moved = False
         if self.plan.sink is not None:
@@ -261,16 +264,20 @@ class Collection:
         # A worker that was lost does not answer: the last seed is that of the last environment.
         return int(last.get(len(commands) - 1, seed if static else base - 1))
 
-    def renew_seeds(self, seeds: Mapping[int, m.Seed]) -> None:
-        """Derive the seeds of replacements from ``seeds``; from none after a loaded state."""
-        self.seeds = seeds
-        if self._replacements is not None:
-            self._replacements.seeds = seeds
+    def _commands_for(self, worker: int) -> list[m.Command]:
+        """Return the commands that bring the replacement of ``worker`` up to date.
 
-    def repeat_seeds(self) -> None:
-        """Have replacements get the seeds of those before them, to make the same rollouts."""
-        if self._replacements is not None:
-            self._replacements.repeats = True
+        It gets the newest weights, and random streams and trajectory ids that no life before has
+        used, both a function of the seed, the worker and the number of lives.
+        """
+        engine, models = self.engine, cast("WeightDelivery", self.weights.models)
+        # `Bind` comes first: with any other command the worker looks at published weights.
+        commands = [*models.catch_up(worker), engine.place(worker), *engine.standing.values()]
+        if (seed := self.seeds.get(worker)) is not None:
+            commands.append(seed if self.repeats_seeds else reseeded(seed, engine.lives[worker]))
+        elif any(isinstance(one, m.Load) and one.snapshot.of_environments for one in commands):
+            commands.append(m.Reset())  # its first observations were made without these weights
+        return commands
 
     # -- what it shows ---------------------------------------------------------------------------
 

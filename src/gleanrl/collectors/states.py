@@ -303,7 +303,7 @@ def _apply(collection: Collection, parts: _Parts) -> str | None:
         collection.load_ledger(state["ledger"])
     collection.ready.extend(load_state(None, one) for one in state.get("ready", ()))
     collection.watching.load_state_dict(state.get("statistics") or (), frames)
-    collection.renew_seeds({})  # streams are those of the state now
+    collection.seeds = {}  # streams are those of the state now
     return _restarted(engine, answers)
 
 

@@ -20,7 +20,6 @@ from gleanrl.engine.batch_delivery import BatchOptions, BatchPlan
 from gleanrl.engine.early_stop import EarlyStop
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Gather, Rollouts, Undelivered
-from gleanrl.engine.rollout_sizes import rollout_sizes
 from gleanrl.engine.session import MakeBackend, Session
 from gleanrl.engine.sync_gather import SyncGather
 
@@ -68,9 +67,22 @@ class Engine(Session):
         Raises:
             ConfigError: rollouts that cannot be put together so, or more memory than there is.
         """
-        sizes = rollout_sizes(limits, frames, self.layouts, self.envs, options)
-        self.steps, self.sizes, limits = sizes
-        """Per worker, the steps and the frames of its rollouts."""
+        layouts = self.layouts
+        rows = [
+            (options.rollout_envs or own) if layout is None else layout.num_envs
+            for layout, own in zip(layouts, self.envs, strict=True)
+        ]
+        self.steps = [
+            -(-requested // count) if layout is None or layout.steps is None else layout.steps
+            for requested, layout, count in zip(frames, layouts, rows, strict=True)
+        ]
+        """Per worker, the steps of its rollouts."""
+        self.sizes = [each * count for each, count in zip(self.steps, rows, strict=True)]
+        """Per worker, the frames of its rollouts."""
+        whole, envs = sum(self.sizes), self.num_envs
+        if options.single:
+            whole, envs = max(self.sizes) * options.joined, max(rows)
+        limits = limits.rounded(whole, envs)
         self.batches = plan = BatchPlan(self.backend.memory, self.layouts, self.steps, options)
         if options.single:
             own = [plan.worker_slots(worker) for worker in range(self.workers)]

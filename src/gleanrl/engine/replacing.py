@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
 from gleanrl.core.retry_limits import RetryLimit
 from gleanrl.core.streams import renewed
-from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import Session
-from gleanrl.engine.weight_delivery import WeightDelivery
 
 _SEEDS = 1 << 31
 """Seeds that every kind of environment takes."""
@@ -25,14 +23,10 @@ class ReplacingBackend(Protocol):
     """A backend that starts workers again."""
 
     def replace(self, worker: int, life: int, delay: float) -> None:
-        """Have ``worker`` started again after ``delay`` seconds, without waiting.
+        """Have ``worker``, which was lost, started again after ``delay`` seconds, without waiting.
 
-        Then `Backend.receive` returns its `Ready`, or raises `WorkerDied`.
-
-        Args:
-            worker: Its index; it was lost.
-            life: How many were lost before the new one.
-            delay: Seconds before it is started.
+        Then `Backend.receive` returns its `Ready`, or raises `WorkerDied`. ``life`` is how many
+        were lost before the new one.
         """
 
 
@@ -42,14 +36,22 @@ class Replacements:
     A replacement is a worker of its own: nothing of what the lost one had in it is left.
     """
 
-    def __init__(self, session: Session, allowed: tuple[int, float | None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        allowed: tuple[int, float | None],
+        commands: Callable[[int], list[m.Command]],
+    ) -> None:
         """Replace workers of ``session`` from now on, including workers lost before.
 
         Args:
             session: With the workers; its backend starts replacements.
             allowed: How often each worker may be replaced, and within how many seconds.
+            commands: Returns those for the replacement of a worker, in its new life; must not keep
+                the session alive.
         """
         self._session, self._backend = session, cast("ReplacingBackend", session.backend)
+        self._commands = commands
         self._allowed = [RetryLimit(*allowed) for _ in range(session.workers)]
         session.replacing = self
         for worker in set(range(session.workers)) - set(session.alive):
@@ -81,45 +83,7 @@ class Replacements:
         if reply.layout != (before := session.layouts[worker]):
             raise GleanError(f"its steps are {reply.layout}, those of the lost one were {before}")
         session.lives[worker] += 1
-        return self.commands(worker)
-
-    def commands(self, worker: int) -> list[m.Command]:
-        """Return the commands for the replacement of ``worker``, in its new life."""
-        raise NotImplementedError
-
-
-class PolicyReplacements(Replacements):
-    """Replaces lost workers that have a policy.
-
-    A replacement gets the newest weights, and random streams and trajectory ids that no life before
-    has used, both a function of the seed, the worker and the number of lives.
-    """
-
-    def __init__(
-        self, engine: Engine, models: WeightDelivery, allowed: tuple[int, float | None]
-    ) -> None:
-        """Replace workers of ``engine``; ``models`` knows the newest weights."""
-        self._engine, self._models = engine, models
-        self.seeds: Mapping[int, m.Seed] = {}
-        """The seeds of the workers since their start or since a state was loaded."""
-        self.repeats = False
-        """Whether replacements get these seeds, and not new ones."""
-        super().__init__(engine, allowed)
-
-    def commands(self, worker: int) -> list[m.Command]:
-        engine = self._engine
-        # `Bind` comes first: with any other command the worker looks at published weights.
-        commands = [
-            *self._models.catch_up(worker),
-            engine.place(worker),
-            *engine.standing.values(),
-        ]
-        if worker in self.seeds:
-            seed = self.seeds[worker]
-            commands.append(seed if self.repeats else reseeded(seed, engine.lives[worker]))
-        elif any(isinstance(one, m.Load) and one.snapshot.of_environments for one in commands):
-            commands.append(m.Reset())  # its first observations were made without these weights
-        return commands
+        return self._commands(worker)
 
 
 def reseeded(seed: m.Seed, life: int) -> m.Seed:

@@ -318,15 +318,13 @@ class _EnvReplacements(Replacements):
     def __init__(self, workers: EnvWorkers, allowed: tuple[int, float | None] | None) -> None:
         self._workers: EnvWorkers = weakref.proxy(workers)  # see `WorkerGroup`
         self._replaces = allowed is not None
-        super().__init__(workers.session, allowed or (0, None))
+        commands = partial(EnvWorkers.standing, self._workers)
+        super().__init__(workers.session, allowed or (0, None), commands)
 
     def replace(self, worker: int) -> str:
         more = super().replace(worker) if self._replaces else ""
         self._workers.lost(worker)
         return more
-
-    def commands(self, worker: int) -> list[m.Command]:
-        return self._workers.standing(worker)
 
 
 def _stream() -> int:
