@@ -1,9 +1,10 @@
 """Every argument of every collector's constructor, defined once.
 
-An argument is a key of one of the dictionaries below, with its type and its default; its meaning is
-in `argument_texts`. A constructor takes ``**kwargs: Unpack[...]`` of its dictionary. Signatures,
-``help()``, defaults and the check of names all come from here; a dictionary says which collector
-takes an argument. `read` completes what was given and checks types, `check` finds contradictions.
+An argument is a key of one of the dictionaries below, with its type, its default and, for numbers
+and words, its reader; its meaning is in `argument_texts`. A constructor takes ``**kwargs:
+Unpack[...]`` of its dictionary. Signatures, ``help()``, defaults and the check of names all come
+from here; a dictionary says which collector takes an argument. `read` completes what was given and
+checks types, `check` finds contradictions.
 """
 
 import functools
@@ -38,6 +39,7 @@ from gleanrl.collectors.save_on_sigterm import check_preemption
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
+    check_int,
     read_device,
     seconds,
     warn,
@@ -55,6 +57,22 @@ Device = torch.device | str | int | None
 Devices = Device | Sequence[Device]
 Affinity = Sequence[Sequence[int]] | Callable[[int], Sequence[int]] | str | None
 REQUIRED = inspect.Parameter.empty
+Reader = Callable[[str, Any], Any]
+"""Returns the value of the argument of that name, or raises a `ConfigError`."""
+_POSITIVE: Reader = functools.partial(check_int, least=1)
+
+
+def _one_of(*words: str | None) -> Reader:
+    """Return a reader of an argument that is one of ``words``."""
+    *others, last = [word if word is None else repr(word) for word in words]
+    known = f"{', '.join(map(str, others))} or {last}"
+
+    def read(name: str, value: Any) -> Any:
+        if value not in words:
+            raise ConfigError(f"{name} ({value!r}) must be {known}")
+        return value
+
+    return read
 
 
 class CommonArguments(TypedDict, total=False):
@@ -78,40 +96,40 @@ class CommonArguments(TypedDict, total=False):
     weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, None]
     track_policy_version: Annotated[bool | PolicyVersion, False]
     track_traj_ids: Annotated[bool, True]
-    trajs_per_batch: Annotated[int | None, None]
-    trajs_per_write: Annotated[int | None, None]
-    traj_format: Annotated[str, "padded"]
-    traj_quota: Annotated[str | None, None]
+    trajs_per_batch: Annotated[int | None, None, _POSITIVE]
+    trajs_per_write: Annotated[int | None, None, _POSITIVE]
+    traj_format: Annotated[str, "padded", _one_of("padded", "cat")]
+    traj_quota: Annotated[str | None, None, _one_of("equal", None)]
     pre_collect_hook: Annotated[PreHook | None, None]
     post_collect_hook: Annotated[PostHook | None, None]
     compact_obs: Annotated[bool, False]
-    on_env_error: Annotated[str, "raise"]
+    on_env_error: Annotated[str, "raise", _one_of("raise", "restart")]
     max_env_restarts: Annotated[int | tuple[int, float], 10]
-    num_envs: Annotated[int | None, None]
+    num_envs: Annotated[int | None, None, _POSITIVE]
     categorical_action_encoding: Annotated[bool, True]
     observation_dtype: Annotated[torch.dtype | None, None]
     info_keys: Annotated[InfoKeys, ()]
     check_finite: Annotated[bool, False]
     fast: Annotated[bool, True]
-    timeout: Annotated[float | None, None]
+    timeout: Annotated[float | None, None, seconds]
     progress: Annotated[bool | str, False]
     logger: Annotated[LogFunction | Sequence[LogFunction] | None, None]
     preemption_path: Annotated[str | os.PathLike[str] | None, None]
-    grace: Annotated[float, 30.0]
+    grace: Annotated[float, 30.0, seconds]
 
 
 class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
-    inference: Annotated[str, "workers"]
-    env_groups: Annotated[int, 1]
+    inference: Annotated[str, "workers", _one_of("workers", "central")]
+    env_groups: Annotated[int, 1, _POSITIVE]
     policy_process: Annotated[bool | None, None]
-    max_batch_size: Annotated[int | None, None]
-    min_batch_size: Annotated[int, 1]
-    max_wait_s: Annotated[float, 0.01]
-    max_ahead: Annotated[int | None, None]
-    transition_chunk_size: Annotated[int | None, None]
+    max_batch_size: Annotated[int | None, None, _POSITIVE]
+    min_batch_size: Annotated[int, 1, _POSITIVE]
+    max_wait_s: Annotated[float, 0.01, seconds]
+    max_ahead: Annotated[int | None, None, _POSITIVE]
+    transition_chunk_size: Annotated[int | None, None, _POSITIVE]
     use_buffers: Annotated[bool | None, None]
     replay_buffer_chunk: Annotated[bool | None, None]
     local_init_rb: Annotated[bool | None, None]
@@ -137,20 +155,20 @@ class _WithWorkers(TypedDict, total=False):
     policy_device: Annotated[Devices, None]
     create_env_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
     collector_class: Annotated[Any, None]
-    num_sub_threads: Annotated[int, 1]
+    num_sub_threads: Annotated[int, 1, _POSITIVE]
     cat_results: Annotated[str | int | None, None]
     init_fn: Annotated[Callable[[], Any] | None, None]
-    start_timeout: Annotated[float, 120.0]
-    on_failure: Annotated[str, "raise"]
+    start_timeout: Annotated[float, 120.0, seconds]
+    on_failure: Annotated[str, "raise", _one_of("raise", "continue", "relaunch")]
     max_relaunches: Annotated[int | tuple[int, float], 3]
-    max_lag: Annotated[int | None, None]
+    max_lag: Annotated[int | None, None, functools.partial(check_int, least=0)]
 
 
 class _Remote(TypedDict, total=False):
     """The arguments of collectors over nodes and Ray actors."""
 
     collector_kwargs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, None]
-    num_workers_per_collector: Annotated[int, 1]
+    num_workers_per_collector: Annotated[int, 1, _POSITIVE]
 
 
 class _WeightIntervals(TypedDict, total=False):
@@ -168,7 +186,7 @@ class _OverNetwork(TypedDict, total=False):
     backend: Annotated[str, "gloo"]
     launcher: Annotated[str | Launcher, "submitit"]
     tcp_port: Annotated[int | str | None, None]
-    heartbeat: Annotated[float, 60.0]
+    heartbeat: Annotated[float, 60.0, seconds]
     host: Annotated[str | None, None]
 
 
@@ -199,7 +217,7 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     update_at_each_batch: Annotated[bool, False]
     preemptive_threshold: Annotated[float | None, None]
     interruptor: Annotated[Interruptor | None, None]
-    num_threads: Annotated[int | None, None]
+    num_threads: Annotated[int | None, None, _POSITIVE]
     backend: Annotated[str | None, None]
     sync: Annotated[bool | None, None]
 
@@ -209,13 +227,13 @@ class DistributedArguments(
 ):
     """The arguments of `DistributedCollector`."""
 
-    update_interval: Annotated[int | None, None]
+    update_interval: Annotated[int | None, None, _POSITIVE]
 
 
 class DistributedSyncArguments(CommonArguments, _WithWorkers, _Remote, _OverNetwork, total=False):
     """The arguments of `DistributedSyncCollector`."""
 
-    update_interval: Annotated[int, 1]
+    update_interval: Annotated[int, 1, _POSITIVE]
 
 
 class RPCArguments(DistributedArguments, total=False):
@@ -276,6 +294,17 @@ def definitions(kind: Any) -> dict[str, tuple[Any, Any]]:
         else:
             found[name] = hint.__origin__, hint.__metadata__[0]
     return found
+
+
+@functools.cache
+def _readers(kind: Any) -> dict[str, tuple[Reader, bool]]:
+    """Return the readers of arguments of ``kind`` that have one, and whether they get ``None``."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {
+        name: (hint.__metadata__[1], type(None) not in get_args(hint.__origin__))
+        for name, hint in hints
+        if len(getattr(hint, "__metadata__", ())) > 1
+    }
 
 
 def defaults(kind: Any) -> dict[str, Any]:
@@ -391,14 +420,14 @@ _WORDS: Mapping[Any, str] = {
     Interruptor: "an Interruptor of gleanrl.collectors, whose flag workers share",
     PolicyVersion: "a PolicyVersion",
 }
-"""Types that an argument is checked for by its definition. Numbers, devices and objects of many
-kinds are read where they are used."""
+"""Types that an argument is checked for by its definition. Devices and objects of many kinds are
+read where they are used."""
 
 
 def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``arguments`` with flags as bools; NumPy's bools, 0 and 1 count as bools.
+    """Return ``arguments`` with flags as bools and numbers read; NumPy's bools, 0 and 1 are flags.
 
-    Arguments that are not of the type that ``kind`` defines are refused; it may know others not.
+    Arguments that are not what ``kind`` defines are refused; it may know others not.
     """
     known, read = definitions(kind), dict(arguments)
     for name, value in arguments.items():
@@ -411,6 +440,9 @@ def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             read[name] = bool(value)
         elif not (unset or "" in words or isinstance(value, tuple(allowed))):
             raise ArgumentTypeError(f"{name} ({value!r:.100}) must be {' or '.join(words)}")
+    for name, (read_value, reads_none) in _readers(kind).items():
+        if name in read and (reads_none or read[name] is not None):
+            read[name] = read_value(name, read[name])
     return read
 
 
@@ -419,18 +451,7 @@ def check(arguments: Arguments) -> None:
     for wrong, message in _contradictions(arguments):
         if wrong:
             raise ArgumentTypeError(message)
-    if arguments["traj_format"] not in ("padded", "cat"):
-        raise ConfigError(f"traj_format ({arguments['traj_format']!r}) must be 'padded' or 'cat'")
-    if arguments["traj_quota"] not in (None, "equal"):
-        raise ConfigError(f"traj_quota ({arguments['traj_quota']!r}) must be 'equal' or None")
-    if arguments["on_env_error"] not in ("raise", "restart"):
-        what = arguments["on_env_error"]
-        raise ConfigError(f"on_env_error ({what!r}) must be 'raise' or 'restart'")
     read_retry_limit("max_env_restarts", arguments["max_env_restarts"])
-    if arguments["timeout"] is not None:
-        seconds("timeout", arguments["timeout"])
-    seconds("start_timeout", arguments["start_timeout"])
-    seconds("grace", arguments["grace"])
     if arguments["preemption_path"] is not None:
         check_preemption(arguments["preemption_path"], arguments["replay_buffer"])
     if isinstance(makers := arguments["policy_factory"], Sequence):

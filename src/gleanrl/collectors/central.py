@@ -13,7 +13,7 @@ from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import GymOptions, check_int, read_device, seconds, warn
+from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.envs.parallel_worker import MOST_GROUPS
@@ -72,11 +72,9 @@ def read_inference(arguments: Arguments, sync: bool) -> bool:
     """Tell whether inference is central.
 
     Raises:
-        ConfigError: no such kind, or arguments that it excludes.
+        ConfigError: arguments that its kind excludes.
     """
     kind = arguments["inference"]
-    if kind not in ("workers", "central"):
-        raise ConfigError(f"inference ({kind!r}) must be 'workers' or 'central'")
     usual = defaults(MultiArguments)
     of_this_kind = {"workers": (), "central": _CENTRAL if sync else _CENTRAL + _ASYNC}[kind]
     for name in (*_CENTRAL, *_ASYNC):
@@ -183,7 +181,7 @@ def central_plan(
     sharing = EnvWorkersPlan(
         always_rows=not sync,
         storing=GymOptions(**{name: arguments[name] for name in _STORING}),
-        threads=check_int("num_sub_threads", arguments["num_sub_threads"], least=1),
+        threads=arguments["num_sub_threads"],
         timeout=arguments["timeout"],
         start_timeout=arguments["start_timeout"],
         affinity=affinity,
@@ -247,7 +245,7 @@ def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
         ConfigError: they cannot be dealt out to the groups.
     """
     number, groups = arguments["num_envs"], arguments["env_groups"]
-    if check_int("env_groups", groups, least=1) > MOST_GROUPS:
+    if groups > MOST_GROUPS:
         raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")
     members = []
     for create_env_fn in functions:
@@ -258,8 +256,7 @@ def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
                 )
             members.append(list(create_env_fn))
         else:
-            envs = 1 if number is None else check_int("num_envs", number, least=1)
-            members.append([create_env_fn] * envs)
+            members.append([create_env_fn] * (number or 1))
     counts = set(map(len, members))
     if len(counts) > 1:
         raise ConfigError(f"workers have {sorted(counts)} environments; give each as many")
@@ -274,16 +271,12 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
     """Return ``arguments`` with ``frames_per_batch`` rounded up to whole rollouts, if joined.
 
     A warning tells of that.
-
-    Raises:
-        ConfigError: the length of rollouts is no positive whole number.
     """
     steps = arguments["transition_chunk_size"]
     if steps is None:
         return arguments
     if arguments["compact_obs"]:
         raise ConfigError("compact_obs and transition_chunk_size exclude each other")
-    check_int("transition_chunk_size", steps, least=1)
     part = steps * (len(_members(arguments, functions)[0]) // arguments["env_groups"])
     frames = check_int("frames_per_batch", arguments["frames_per_batch"], least=1)
     if (missing := -frames % part) and os.environ.get("RL_WARNINGS", "1") != "0":
@@ -295,16 +288,8 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
 
 
 def call_sizes(arguments: Arguments) -> CallSizes:
-    """Read which environments a call of the policy acts for.
-
-    Raises:
-        ConfigError: they are no numbers, or contradict each other.
-    """
+    """Return which environments a call of the policy acts for."""
     most, least = arguments["max_batch_size"], arguments["min_batch_size"]
-    ahead = arguments["max_ahead"]
-    least = check_int("min_batch_size", least, least=1)
-    most = None if most is None else check_int("max_batch_size", most, least=1)
     if most is not None and most < least:
         raise ConfigError(f"min_batch_size ({least}) must be at most max_batch_size ({most})")
-    ahead = None if ahead is None else check_int("max_ahead", ahead, least=1)
-    return CallSizes(least, most, seconds("max_wait_s", arguments["max_wait_s"]), ahead)
+    return CallSizes(least, most, arguments["max_wait_s"], arguments["max_ahead"])

@@ -31,7 +31,6 @@ from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core import messages as m
 from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.options import check_int
 from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.joint import JointPolicy
@@ -247,8 +246,7 @@ def _make_backend(arguments: Arguments, affinity: Sequence[Processors] | None) -
     """
     name, start_timeout = arguments["backend"], arguments["start_timeout"]
     if name in (None, "process", "multiprocessing"):
-        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
-        replaces = arguments["on_failure"] == "relaunch"
+        threads, replaces = arguments["num_sub_threads"], arguments["on_failure"] == "relaunch"
         return lambda windows: ProcessBackend(
             threads, start_timeout, replaces=replaces, affinity=affinity
         )

@@ -24,7 +24,7 @@ from gleanrl.core.errors import ClosedError, ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, as_key
 from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Mishap, Report, Snapshot, Verify
-from gleanrl.core.options import SourceOptions, check_int
+from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
@@ -67,10 +67,8 @@ def serve(
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")
     own = options.unusual(given)
-    if not (
-        plan.remote and plan.collector_class is not None
-    ):  # else it is called where the environments are
-        own.pop("init_fn", None)
+    if not (plan.remote and plan.collector_class is not None):
+        own.pop("init_fn", None)  # else it is called where the environments are
     if random:  # over all workers
         own["init_random_frames"] = -(-random // len(plan.functions))
     stopping = {"interruptor": plan.interruptor, "preemptive_threshold": plan.enough}
@@ -90,7 +88,6 @@ def serve(
     several = isinstance(kind, type) and issubclass(kind, BaseCollector)
     several = several and not issubclass(kind, Collector)
     each = plan.arguments["num_workers_per_collector"]
-    each = check_int("num_workers_per_collector", each, least=1)
     if plan.remote and (each > 1 or several):
         env = [env] * each
     return partial(_serve_nested, kind, options, env, kwargs)

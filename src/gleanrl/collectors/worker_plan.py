@@ -94,9 +94,7 @@ class WorkerPlan:
         self.central, self.acting = central, self.policy if acting is None else acting
         self._kwargs = kwargs or [{}] * count
         if not remote:
-            envs = arguments["num_envs"]
-            envs = 1 if envs is None else check_int("num_envs", envs, least=1)
-            check_counts(envs, 0 if in_process else count)
+            check_counts(arguments["num_envs"] or 1, 0 if in_process else count)
         self.interruptor = arguments["interruptor"]
         self.enough = read_threshold(arguments["preemptive_threshold"], count, sync)
         self.relaunches = None if central else read_failure(arguments)
@@ -118,8 +116,7 @@ class WorkerPlan:
         self.exploration = read_exploration(
             arguments["exploration_type"], arguments["exploration_mode"]
         )
-        lag = arguments["max_lag"]
-        self.max_lag = None if lag is None else check_int("max_lag", lag, least=0)
+        self.max_lag = arguments["max_lag"]
         self.version = read_version(arguments["track_policy_version"])
         self.updater = read_updater(arguments["weight_updater"])
         self._read_devices()
@@ -342,11 +339,9 @@ def read_failure(arguments: Arguments) -> tuple[int, float | None] | None:
     ``None`` stands for no replacements, or for all time.
 
     Raises:
-        ConfigError: a reaction to lost workers that does not exist, or excludes another argument.
+        ConfigError: the reaction to lost workers excludes another argument.
     """
     what, quota = arguments["on_failure"], arguments["traj_quota"]
-    if what not in ("raise", "continue", "relaunch"):
-        raise ConfigError(f"on_failure ({what!r}) must be 'raise', 'continue' or 'relaunch'")
     if what != "raise" and quota is not None:
         raise ConfigError(
             f"traj_quota={quota!r} needs trajectories of every environment, and on_failure="

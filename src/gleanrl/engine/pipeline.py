@@ -13,7 +13,7 @@ from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key, is_private
-from gleanrl.core.options import check_int, warn
+from gleanrl.core.options import warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
 from gleanrl.envs.plain_state import save_state
@@ -210,10 +210,9 @@ def _checked(postproc: PostProc) -> PostProc:
 
 def _whole_trajectories(arguments: Mapping[str, Any]) -> WholeTrajectories | None:
     """Return what cuts whole trajectories; into a buffer they go end to end, as they complete."""
-    if arguments["trajs_per_batch"] is None:
+    count = arguments["trajs_per_batch"]
+    if count is None:
         return None
-    count = check_int("trajs_per_batch", arguments["trajs_per_batch"], least=1)
     if arguments["replay_buffer"] is None:
         return WholeTrajectories(count, traj_format=arguments["traj_format"])
-    written = 1 if arguments["trajs_per_write"] is None else arguments["trajs_per_write"]
-    return WholeTrajectories(check_int("trajs_per_write", written, least=1), traj_format="cat")
+    return WholeTrajectories(arguments["trajs_per_write"] or 1, traj_format="cat")

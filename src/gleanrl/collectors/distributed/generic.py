@@ -26,7 +26,6 @@ from gleanrl.collectors.nested import serve
 from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import check_int, seconds
 from gleanrl.transport.addresses import TCP_PORT, ports_to_try
 from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
 from gleanrl.transport.network import NetworkBackend
@@ -84,14 +83,13 @@ class DistributedCollector(BaseCollector):
         if self._sync or arguments["update_interval"] is not None:
             if arguments["max_weight_update_interval"] not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
-            interval = check_int("update_interval", arguments["update_interval"], least=1)
-            arguments["max_weight_update_interval"] = interval
+            arguments["max_weight_update_interval"] = arguments["update_interval"]
         if arguments["on_failure"] == "relaunch":
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
         functions = env_functions(create_env_fn, None, default=1)
         plan = plan_nodes(arguments, functions)
-        heartbeat = seconds("heartbeat", arguments["heartbeat"])
+        heartbeat = arguments["heartbeat"]
         if heartbeat < _SHORTEST_BEAT_S:
             raise ConfigError(
                 f"heartbeat ({heartbeat}) must be at least {_SHORTEST_BEAT_S} seconds"
@@ -99,7 +97,6 @@ class DistributedCollector(BaseCollector):
         plane = ProcessGroups(arguments["backend"], heartbeat)
         launcher = make_launcher(arguments["launcher"], arguments["slurm_kwargs"])
         ports = ports_to_try(arguments["tcp_port"])
-        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._start(
             plan,
             lambda windows: NetworkBackend(
@@ -109,7 +106,7 @@ class DistributedCollector(BaseCollector):
                 replaces=plan.relaunches is not None,
                 host=arguments["host"],
                 ports=ports,
-                threads=threads,
+                threads=arguments["num_sub_threads"],
                 timeout_s=heartbeat,
                 start_timeout=arguments["start_timeout"],
             ),
@@ -169,7 +166,7 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
         functions: What each node collects from.
     """
     kind, each = _read_class(arguments["collector_class"]), arguments["num_workers_per_collector"]
-    if kind is Collector and check_int("num_workers_per_collector", each, least=1) > 1:
+    if kind is Collector and each > 1:
         raise ConfigError(
             f"num_workers_per_collector ({each}) needs nodes with several workers: "
             "pass collector_class='sync' or 'async', or num_envs= for one worker with several "

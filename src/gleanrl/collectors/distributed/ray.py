@@ -12,7 +12,6 @@ from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.distributed.generic import plan_nodes
 from gleanrl.collectors.worker_plan import deal, env_functions_of
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import check_int
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.ray_nodes import RayActors, check_options, require_ray, session
 
@@ -77,9 +76,7 @@ class RayCollector(BaseCollector):
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
         plan = plan_nodes(arguments, functions)
-        threads = check_int("num_sub_threads", arguments["num_sub_threads"], least=1)
         self._actors = actors = RayActors(arguments["ray_init_config"], options)
-        start_timeout = arguments["start_timeout"]
         try:
             self._start(
                 plan,
@@ -88,8 +85,8 @@ class RayCollector(BaseCollector):
                     actors,
                     actors,
                     replaces=plan.relaunches is not None,
-                    threads=threads,
-                    start_timeout=start_timeout,
+                    threads=arguments["num_sub_threads"],
+                    start_timeout=arguments["start_timeout"],
                 ),
             )
         except BaseException:
