@@ -99,6 +99,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     collection: Collection
     """The running collection: batches, weights, hooks and counters; for GleanRL's own parts."""
     _watching: Watching
+    _weights: PolicyUpdates
     _preemption: Preemption | None = None
     _reader: _Reader | None = None
     """The newest iterator."""
@@ -138,6 +139,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             undo.callback(self._watching.end_progress)
             self.collection = collection = Collection(name, plan, engine, self._watching)
             self._hooks, self._weights = collection.hooks, collection.weights
+            self._update = collection.weights.update
             self._background = collection.filling
             self._attributes = (
                 AttributeAccess(weakref.proxy(self), lambda: engine.turn(None))

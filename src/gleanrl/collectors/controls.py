@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -16,12 +16,8 @@ from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.profiling import ProfileConfig
 
-
-class Weights(Protocol):
-    """The weights of the models that collect."""
-
-    def update(self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
-        """Publish weights by model id; ``None`` means the weights of the collector's own policy."""
+Update: TypeAlias = Callable[[Mapping[str, Any], Any, Mapping[str, Any]], None]
+"""Publishes weights by model id (``None``: those of the collector's own policy) to workers."""
 
 
 class Controls:
@@ -29,7 +25,7 @@ class Controls:
 
     _hooks: Hooks
     _attributes: AttributeAccess
-    _weights: Weights
+    _update: Update
     _worker_idx: int | None = None
 
     # -- hooks -----------------------------------------------------------------------------------
@@ -119,7 +115,7 @@ class Controls:
         if weights_dict is not None and (further or not weights_dict):
             raise ConfigError("weights_dict excludes model_id and others, and must not be empty")
         models = {model_id or "policy": source} if weights_dict is None else dict(weights_dict)
-        self._weights.update(models, worker_ids, kwargs)
+        self._update(models, worker_ids, kwargs)
 
     # -- paths -----------------------------------------------------------------------------------
 

@@ -29,20 +29,15 @@ from gleanrl.transport.verifying import Verifiable, difference
 from gleanrl.weights.module_weights import cloned, weights_of
 
 
-class _WorkerWeights:
-    """The weights of the policy and of other models in this worker."""
-
-    def __init__(self, source: Source) -> None:
-        """Load weights into the models of ``source``."""
-        self._source = source
-
-    def update(self, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]) -> None:
-        if worker_ids is not None or kwargs:
-            unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
-            raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
-        newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
-        version = int(self._source.get("policy_version"))
-        self._source.load(Snapshot(version + 1, newest))
+def _update(
+    source: Source, models: Mapping[str, Any], worker_ids: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """Load weights into the models of ``source``."""
+    if worker_ids is not None or kwargs:
+        unknown = sorted({*kwargs, "worker_ids"} if worker_ids is not None else kwargs)
+        raise TypeError(f"unexpected arguments {unknown}: this is the collector of one worker")
+    newest = {name: cloned(weights_of(w)) for name, w in models.items() if w is not None}
+    source.load(Snapshot(int(source.get("policy_version")) + 1, newest))
 
 
 class WorkerCollector(Controls):
@@ -56,7 +51,7 @@ class WorkerCollector(Controls):
         """Represent ``source``, the environments and the policy of this worker."""
         self._hooks = Hooks(options.pre_collect_hook, options.post_collect_hook)
         self._attributes = AttributeAccess(weakref.proxy(self))
-        self._weights = _WorkerWeights(source)
+        self._update = partial(_update, source)
         self._source = source
         self._worker_idx = worker
         self._options = options

@@ -19,7 +19,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
-from gleanrl.engine.early_stop import EarlyStop, Interruptor
+from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
@@ -87,8 +87,9 @@ class Collection:
             stopped = plan.interruptor.collection_stopped
         engine.tolerant = plan.tolerant
         engine.needs_all = plan.relaunches is not None and plan.sync
-        early = EarlyStop(plan.enough, stopped)
-        self.counts = engine.plan(plan.limits, plan.frames, plan.batches, early, plan.blanks)
+        self.counts = engine.plan(
+            plan.limits, plan.frames, plan.batches, plan.enough, stopped, plan.blanks
+        )
         self.pipeline = plan.pipeline
         self.pipeline.share_out(engine.num_envs)
         self.weights = PolicyUpdates(engine, plan, watching)

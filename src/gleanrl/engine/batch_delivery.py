@@ -269,7 +269,10 @@ class SlabSlots(Slots):
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Return the batch in ``slot``: a view, or a copy if the user holds several views."""
         if any(report.payload is not None for report in reports):
-            return self._opened(slot, reports)
+            opened = self._apart(slot, reports)
+            self._prepared = None
+            self._arena.release(slot)
+            return opened
         if self._arena.leased < _KEPT:
             return self._batch(self._leased(slot), reports)
         self._prepared = None
@@ -283,28 +286,17 @@ class SlabSlots(Slots):
             report = replace(report, payload=report.payload.clone())
         return self._apart(slot, [report])
 
-    def _opened(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Put a batch together of which some rollouts are payloads."""
-        batch = self._apart(slot, reports)
-        self._prepared = None
-        self.release(slot)
-        return batch
-
     def _apart(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
         """Put a batch together of payloads, and of copies of what is in the slot."""
+        own = zip(self.windows[slot], self._arena.slab.layouts, reports, strict=True)
         parts: list[TensorDictBase] = [
-            self._copied(self.windows[slot][worker])
+            batch_over(self._arena.window(reference), layout).clone()
             if report.payload is None
             # as rollouts are that come out of windows: on the CPU, without a device
             else report.payload.cpu().clear_device_()
-            for worker, report in enumerate(reports)
+            for reference, layout, report in own
         ]
         return self._put_together(parts, reports)
-
-    def _copied(self, reference: m.WindowRef) -> TensorDict:
-        """Copy the rollout of one worker out of its window."""
-        layout, window = self._arena.slab.layouts[reference.worker], self._arena.window(reference)
-        return batch_over(window, layout).clone()
 
     def _leased(self, slot: int) -> list[TensorDict]:
         if self._prepared is None or self._prepared[0] != slot:

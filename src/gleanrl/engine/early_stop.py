@@ -1,4 +1,4 @@
-"""Ends of rollouts before their last step: the user asks for it, or enough workers are done."""
+"""Ends of rollouts before their last step: the user's flag, and the byte that workers read."""
 
 from __future__ import annotations
 
@@ -54,34 +54,6 @@ class Interruptor:
             "an Interruptor cannot be sent to another process: call stop_collection() in the "
             "process of its collector, which reaches the workers"
         )
-
-
-class EarlyStop:
-    """Decides whether the rollouts of a batch end early."""
-
-    def __init__(self, enough: int | None = None, stopped: Callable[[], bool] = bool) -> None:
-        """Stop nothing yet.
-
-        Args:
-            enough: Workers that have to finish; then the others are stopped. None: all.
-            stopped: Whether the user's `Interruptor` stops rollouts.
-        """
-        self.enough, self._stopped = enough, stopped
-
-    def begin(self, byte: Stop) -> None:
-        """Let rollouts run, or make one step each if no worker has to finish."""
-        self.set(byte, self.enough == 0)
-
-    def update(self, byte: Stop, finished: Callable[[], int]) -> None:
-        """Stop the other rollouts if enough workers have finished, which ``finished`` counts."""
-        if self.enough is not None:
-            self.set(byte, finished() >= self.enough)
-
-    def set(self, byte: Stop, stop: bool) -> None:
-        """Raise ``byte``, which workers read after each step, if anything stops them."""
-        wanted: bool | None = None
-        while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
-            byte[0] = wanted = now
 
 
 class _Byte(bytearray):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -17,7 +17,6 @@ from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.async_gather import AsyncGather
 from gleanrl.engine.batch_delivery import BatchOptions, BatchPlan
-from gleanrl.engine.early_stop import EarlyStop
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Gather, Rollouts, Undelivered
 from gleanrl.engine.session import MakeBackend, Session
@@ -49,7 +48,8 @@ class Engine(Session):
         limits: FrameLimits,
         frames: Sequence[int],
         options: BatchOptions,
-        early: EarlyStop | None = None,
+        enough: int | None = None,
+        stopped: Callable[[], bool] = bool,
         blanks: bool = False,
     ) -> FrameCounts:
         """Decide the layout of batches and reserve their memory; call once, first.
@@ -58,7 +58,8 @@ class Engine(Session):
             limits: Frames per batch and in all, as the user gave them.
             frames: Per worker, the frames of its rollouts; rounded up to whole steps.
             options: How batches are handed out.
-            early: Ends rollouts early.
+            enough: Workers that have to finish; then the others are stopped. ``None``: all.
+            stopped: Whether the user's `Interruptor` stops rollouts.
             blanks: Whether batches of all workers may lack the rollouts of lost ones.
 
         Returns:
@@ -89,8 +90,7 @@ class Engine(Session):
             self.gather: Gather = AsyncGather(self, own, self.sizes)
         else:
             slots = plan.common_slots()
-            early = EarlyStop() if early is None else early
-            self.gather = SyncGather(self, slots, self.sizes, early=early, blanks=blanks)
+            self.gather = SyncGather(self, slots, self.sizes, enough, stopped, blanks)
         return FrameCounts(limits)
 
     def _open_window(self, reference: m.WindowRef) -> Window:

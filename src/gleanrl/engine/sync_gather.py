@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tensordict import TensorDictBase
@@ -11,7 +11,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import GleanError
 from gleanrl.engine.batch_delivery import Slots
-from gleanrl.engine.early_stop import EarlyStop
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
 from gleanrl.engine.session import Session, Ticket
@@ -45,14 +44,13 @@ class SyncGather(Gather):
         session: Session,
         slots: Slots,
         frames: Sequence[int],
-        *,
-        early: EarlyStop,
-        blanks: bool = False,
+        enough: int | None,
+        stopped: Callable[[], bool],
+        blanks: bool,
     ) -> None:
         """Gather from every worker into ``slots`` of all; options as in `Engine.plan`."""
         super().__init__(session, [slots], frames)
-        self._early = early
-        self._blanks = blanks
+        self._enough, self._stopped, self._blanks = enough, stopped, blanks
         self._begun: _Round | None = None
         self._changes = session.changes
         """The session's changes that were looked at."""
@@ -94,8 +92,8 @@ class SyncGather(Gather):
 
     def _begin(self, counts: FrameCounts, timeout: float | None) -> _Round:
         """Request the rollouts of all workers, in one slot."""
-        if self._early.enough is not None:
-            self._early.begin(self.session.backend.stop_byte)
+        if self._enough is not None:  # none: each rollout is one step
+            self._set_stop(self._enough == 0)
         slot = self._slots[0].acquire()
         if slot is None:
             raise GleanError("no slot is free: a batch was handed out that should have been copied")
@@ -105,6 +103,17 @@ class SyncGather(Gather):
         for worker in range(len(windows)):
             begun.tickets.append(self._requested(begun, worker))
         return begun
+
+    def _set_stop(self, stop: bool) -> None:
+        """Raise the byte that workers read after each step, if anything stops rollouts."""
+        byte, wanted = self.session.backend.stop_byte, None
+        while wanted != (now := stop or self._stopped()):  # another thread may interrupt meanwhile
+            byte[0] = wanted = now
+
+    def _stop_others(self, begun: _Round) -> None:
+        """Stop the other rollouts if enough workers have finished."""
+        if self._enough is not None:
+            self._set_stop(begun.finished() >= self._enough)
 
     def _requested(self, begun: _Round, worker: int) -> Ticket:
         return self.session.send(worker, m.Collect(begun.windows[worker], begun.random))
@@ -138,8 +147,8 @@ class SyncGather(Gather):
                 if ticket.lost is not None and failures:
                     break
                 session.receive_in_time(self._deadline(begun), begun.tickets, TASK)
-                if self._early.enough is not None and not failures:
-                    self._early.update(session.backend.stop_byte, begun.finished)
+                if self._enough is not None and not failures:
+                    self._stop_others(begun)
         if session.changes != self._changes:
             failures = failures or self._look(begun)
         for error in failures:
@@ -165,19 +174,14 @@ class SyncGather(Gather):
         failures: list[BaseException] = []
         self._request_again(begun)
         for ticket in begun.tickets:
-            excused = self._replaced(ticket) or self._tolerated(ticket)
-            if ticket.error is not None and not excused:
+            blank = ticket.lost is not None and ticket.over and self._blanks and session.alive
+            if ticket.error is not None and not (blank or self._replaced(ticket)):
                 failures.append(session.lost.get(ticket.worker, ticket.error))
         failures = failures or session.take_failures()
         if failures:
             begun.deadline = Deadline(_EXIT_GRACE_S)
-            self._early.set(session.backend.stop_byte, True)
+            self._set_stop(True)
         return failures
-
-    def _tolerated(self, ticket: Ticket) -> bool:
-        """Whether the worker was lost, and the batch may lack its rollout."""
-        lost = ticket.lost is not None and ticket.over
-        return lost and self._blanks and bool(self.session.alive)
 
     def _request_again(self, begun: _Round) -> None:
         """Request the rollouts of lost workers from replacements that are up."""
@@ -197,7 +201,7 @@ class SyncGather(Gather):
         self.session.receive_available()
         if timeout is None:
             self.session.warn_silent()
-        self._early.update(self.session.backend.stop_byte, begun.finished)
+        self._stop_others(begun)
         self._request_again(begun)
         waits = self.session.can_continue and any(t.due or self._replaced(t) for t in begun.tickets)
         return not waits or self._deadline(begun).expired
@@ -227,7 +231,7 @@ class SyncGather(Gather):
         if not stale:
             return 0
         begun.tickets = [ticket for ticket in begun.tickets if ticket not in stale]
-        self._early.update(self.session.backend.stop_byte, begun.finished)
+        self._stop_others(begun)
         begun.deadline = Deadline(begun.deadline.seconds)
         for ticket in stale:
             begun.tickets.append(self._requested(begun, ticket.worker))

@@ -407,24 +407,21 @@ class WholeTrajectories:
         """Return the frames so far of trajectories that have not ended."""
         return [pieces for pieces in self._running.values() if pieces is not None]
 
-    def flush(self) -> int:
-        """Drop the trajectories that are still running; return the number of frames dropped.
+    def flush(self) -> None:
+        """Drop the trajectories that are still running.
 
         What may come of them is taken for trajectories of its own.
         """
-        dropped = self._release(self._whole_so_far())
+        self.frames_discarded += self._release(self._whole_so_far())
         self._running.clear()
-        self.frames_discarded += dropped
-        return dropped
 
-    def reset(self, passed: TensorDictBase | None = None) -> int:
-        """Drop all frames, including complete trajectories; return the number of frames dropped.
+    def reset(self, passed: TensorDictBase | None = None) -> None:
+        """Drop all frames, including complete trajectories.
 
         What is still to come of running trajectories is dropped, too. ``passed`` is the next batch
         if it was delivered in another way: its frames are not counted.
         """
-        dropped = sum(self._live.values())
-        discarded = self.frames_discarded + dropped
+        discarded = self.frames_discarded + sum(self._live.values())
         if passed is not None:
             self.push(passed)
         self._running = dict.fromkeys(self._running)
@@ -433,7 +430,6 @@ class WholeTrajectories:
         self._chunks.clear()
         self._live.clear()
         self.frames_discarded = discarded
-        return dropped
 
 
 def _pieces(saved: Sequence[Sequence[int]] | None) -> list[_Piece] | None:

@@ -72,7 +72,7 @@ class FlatBuffer:
             .view(shape)
             for name, shape, dtype, offset in ref.entries
         }
-        self._parts = [_bytes_of(view) for view in self._views.values()]
+        self._parts = [raw_bytes(view) for view in self._views.values()]
 
     def fill(
         self,
@@ -148,7 +148,7 @@ class SharedWeightPublisher:
             for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
         )
         self._known = tensors
-        self._values = [_bytes_of(tensor) for tensor in tensors] if plain else None
+        self._values = [raw_bytes(tensor) for tensor in tensors] if plain else None
 
 
 class SharedWeightReceiver:
@@ -196,7 +196,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if not ordinary or tensor.device.type != "cpu" or tensor.requires_grad:
         return False
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return raw_bytes(tensor)
