@@ -461,7 +461,6 @@ def check(arguments: Arguments) -> None:
 
 
 def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
-    """Yield each possible contradiction and its message."""
     whole = arguments["trajs_per_batch"] is not None
     apart = arguments["split_trajs"] or whole
     yield (

@@ -82,7 +82,6 @@ def unknown_backend(name: Any, known: str) -> Exception:
 
 
 def _check_in_process(count: int | None, kwargs: Mapping[str, Any]) -> None:
-    """Refuse selectors that have no meaning in this process."""
     if count not in (None, 1):
         raise ConfigError(
             f"num_collectors ({count}) must be at most one in this process; use num_envs= for "

@@ -280,7 +280,6 @@ class BackgroundFilling(Background):
         return True
 
     def _holds(self) -> bool:
-        """Tell whether the collector must wait for the learner."""
         if self._buffer is not None and self._buffer.limiter is not None:
             under_way = self._counts.under_way
             held = self._buffer.limiter.holds(self._buffer.storage, under_way)

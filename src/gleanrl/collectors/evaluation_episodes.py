@@ -119,7 +119,6 @@ def _keep_open(batch: TensorDictBase, truncated: Iterable[Key]) -> None:
 
 
 def _numbers(found: Any) -> dict[str, torch.Tensor]:
-    """Return the user's metrics as scalars."""
     try:
         return {str(name): torch.as_tensor(value).reshape(()) for name, value in found.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as err:
@@ -129,7 +128,6 @@ def _numbers(found: Any) -> dict[str, torch.Tensor]:
 
 
 def _serve_episodes(options: SourceOptions, plan: EpisodesPlan, worker: int) -> EpisodesSource:
-    """Build a source whose rollouts are evaluations."""
     source = serve_worker(options, worker)
     envs = int(source.get("num_envs"))
     source.place(0, envs)

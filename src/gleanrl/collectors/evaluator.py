@@ -693,7 +693,6 @@ _OWN |= {"num_workers", "collector_class", "policy_factory", "remote_configs"}
 def _check_words(
     backend: str, busy_policy: str, on_failure: str, collector_cls: Any, done_keys: Any
 ) -> None:
-    """Check the words for unknown or unavailable choices."""
     if backend == "thread":
         raise ConfigError(
             "backend='thread' is not available: the exploration type and the random generators "

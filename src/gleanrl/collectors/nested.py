@@ -36,7 +36,6 @@ from gleanrl.weights.module_weights import Shapes, cloned, shapes_of
 def _serve_nested(
     kind: Any, options: SourceOptions, env: Any, kwargs: Mapping[str, Any], worker: int
 ) -> NestedSource:
-    """Build a collector of the user's class in its worker, and serve it."""
     if options.init_fn is not None and "init_fn" not in kwargs:
         options.init_fn()
     streams = Streams()
@@ -94,7 +93,6 @@ def serve(
 
 
 def _check_taken(kind: Any, said: Mapping[str, Any], refused: list[str]) -> None:
-    """Refuse arguments that a collector in a worker cannot have."""
     try:
         parameters = inspect.signature(kind).parameters
     except (TypeError, ValueError):  # written in C, or hidden: it will say so itself
@@ -173,14 +171,12 @@ class NestedSource(Verifiable):
         return report
 
     def _mishaps(self) -> tuple[Mishap, ...]:
-        """Return the failures that the collector has survived since the last batch."""
         if not isinstance(self.collector, BaseCollector):
             return ()
         newest = self.collector.collection.engine.mishaps
         return tuple(newest.popleft() for _ in range(len(newest)))
 
     def _episodes(self) -> Ended:
-        """Return the episodes that ended in the collector's batch."""
         each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
         return episodes_that_ended(np.concatenate([NO_EPISODES, *each]))
 
@@ -192,7 +188,6 @@ class NestedSource(Verifiable):
         return env * share, policy * share, resets * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
-        """Return the valid frames of ``batch`` and its policy version."""
         collector = self.collector
         if isinstance(collector, BaseCollector) and _takes_versions(collector):
             reports = [report for _, report in self._reports]
@@ -374,7 +369,6 @@ def _write(batch: TensorDictBase, layout: Layout, window: Window) -> None:
 
 
 def _valid_frames(batch: TensorDictBase) -> int:
-    """Return the number of frames of ``batch`` without padding."""
     mask = batch.get(MASK, None)
     if isinstance(mask, torch.Tensor) and mask.shape == batch.shape:
         return int(mask.sum())

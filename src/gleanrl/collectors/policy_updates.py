@@ -235,7 +235,6 @@ class PolicyUpdates:
                 self._publish({})
 
     def _check_receiver(self, model_id: str) -> None:
-        """Raise `UnknownModelError` if a parent may not update ``model_id``."""
         if self._receivers and model_id not in self._receivers:
             raise UnknownModelError(
                 f"no model {model_id!r} is received by this collector: its weight_recv_schemes "

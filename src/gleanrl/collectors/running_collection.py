@@ -180,7 +180,6 @@ class Collection:
         return True
 
     def _note_mishaps(self, reports: Rollouts) -> None:
-        """Count the failures in workers, and warn of each."""
         for worker, report in reports.items():
             for counter, text in report.mishaps:
                 self.mishaps[counter] += 1
@@ -361,7 +360,6 @@ class Collection:
         return stats
 
     def _losses(self, session: Session) -> dict[str, int | float | bool]:
-        """Return the numbers of workers, of those that live, and of losses and replacements."""
         return {
             "workers": session.workers,
             "workers_alive": len(session.alive),

@@ -287,7 +287,6 @@ def _read(
 
 
 def _apply(collection: Collection, parts: _Parts) -> str | None:
-    """Take over a state; return which environments begin new episodes, and why."""
     (state, entries, policies, commands), engine = parts, collection.engine
     frames = int(state.get("frames", collection.counts.delivered))
     _number_lives(engine, entries)
@@ -334,7 +333,6 @@ def _without_environments(state_dict: Mapping[str, Any], engine: Engine) -> dict
 
 
 def _restarted(engine: Engine, answers: Mapping[int, Any]) -> str | None:
-    """Return which environments begin new episodes, and why."""
     why = {worker: text for worker, text in answers.items() if isinstance(text, str)}
     if not why:
         return None
@@ -345,7 +343,6 @@ def _restarted(engine: Engine, answers: Mapping[int, Any]) -> str | None:
 
 
 def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> list[Any]:
-    """Return the entry of each worker."""
     names = [f"worker{worker}" for worker in range(workers)]
     saved = sum(str(name).startswith("worker") for name in state_dict)
     if saved != workers:

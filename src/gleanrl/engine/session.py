@@ -583,7 +583,6 @@ class Session:
             error.args = (f"{error}{more}",)
 
     def _tell(self, counter: str, text: str) -> None:
-        """Warn of something that collection survives."""
         if self.tells:
             self.mishaps.append((counter, text))
             warn(text)

@@ -91,7 +91,6 @@ class SyncGather(Gather):
         return rollouts, [rollouts.get(ticket.worker, blank) for ticket in begun.tickets]
 
     def _begin(self, counts: FrameCounts, timeout: float | None) -> _Round:
-        """Request the rollouts of all workers, in one slot."""
         if self._enough is not None:  # none: each rollout is one step
             self._set_stop(self._enough == 0)
         slot = self._slots[0].acquire()
@@ -184,7 +183,6 @@ class SyncGather(Gather):
         return failures
 
     def _request_again(self, begun: _Round) -> None:
-        """Request the rollouts of lost workers from replacements that are up."""
         for worker, ticket in enumerate(begun.tickets):
             if ticket.lost is not None and worker not in self.session.lost:
                 begun.deadline = Deadline(begun.deadline.seconds)

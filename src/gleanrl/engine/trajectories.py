@@ -338,7 +338,6 @@ class WholeTrajectories:
         return out
 
     def _gather(self, pieces: Iterable[_Piece]) -> Any:
-        """Copy ``pieces`` end to end."""
         chunk, start, stop = np.array(list(pieces), np.int64).T
         sizes = stop - start
         source = np.arange(sizes.sum()) + np.repeat(start - (sizes.cumsum() - sizes), sizes)
@@ -433,7 +432,6 @@ class WholeTrajectories:
 
 
 def _pieces(saved: Sequence[Sequence[int]] | None) -> list[_Piece] | None:
-    """Copy the pieces of a trajectory."""
     return None if saved is None else [(chunk, start, stop) for chunk, start, stop in saved]
 
 
@@ -598,7 +596,6 @@ class MultiStep(nn.Module):
         return self.reward_keys
 
     def _last_frames(self, batch: TensorDictBase) -> torch.Tensor:
-        """Return the last frames of trajectories, as a mask in the batch's shape."""
         last = end_flags(batch)
         last[..., -1:] = True
         for key in (self.ids_key, self.mask_key):

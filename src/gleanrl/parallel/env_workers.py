@@ -152,7 +152,6 @@ class EnvWorkers:
         )
 
     def _builder(self, plan: EnvWorkersPlan, worker: int, stream: int) -> EnvWorkerBuilder:
-        """Return the function that makes ``worker``."""
         groups = [group[worker] for group in plan.groups if worker in group]
         factories, kwargs = zip(*itertools.chain(*groups), strict=True)
         return EnvWorkerBuilder(

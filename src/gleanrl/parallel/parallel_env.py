@@ -254,7 +254,6 @@ class ParallelEnv(RowEnv, Verifiable):
             raise
 
     def _ask(self, method: str, *arguments: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of `EnvGroup` in workers; see `WorkerGroup.ask`."""
         with self._settled() as group:
             return group.ask(method, *arguments, **kwargs)
 

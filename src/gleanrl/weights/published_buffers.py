@@ -102,7 +102,6 @@ def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) ->
 
 
 def _mapped(memory: SharedMemory, ref: WeightsRef) -> tuple[memoryview, list[FlatBuffer]]:
-    """Return the counter and the buffers at ``ref``."""
     whole = np.frombuffer(memory.map(), np.uint8)
     first = ref.offset + _ALIGN
     starts = range(first, first + _BUFFERS * ref.nbytes, ref.nbytes)

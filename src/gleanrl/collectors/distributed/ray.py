@@ -71,7 +71,6 @@ class RayCollector(BaseCollector):
         self._start_actors(functions)
 
     def _start_actors(self, functions: list[Any]) -> None:
-        """Check the arguments and create the actors."""
         arguments = self._arguments
         configs = deal("remote_configs", arguments["remote_configs"] or {}, len(functions))
         options = [check_options(config) for config in configs]
