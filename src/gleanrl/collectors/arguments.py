@@ -347,8 +347,11 @@ def _listed(kind: Any) -> str:
     return text
 
 
-def documents_arguments(kind: Any) -> Callable[[Function], Function]:
-    """Return a decorator: a constructor has each argument of ``kind``, as if written out."""
+def documents_arguments(kind: Any, like: Any = None) -> Callable[[Function], Function]:
+    """Return a decorator: a constructor has each argument of ``kind``, as if written out.
+
+    All else in its docstring may be ``like`` that of another collector's.
+    """
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for name, (hint, default) in definitions(kind).items()
@@ -363,6 +366,8 @@ def documents_arguments(kind: Any) -> Callable[[Function], Function]:
         before, marked, after = own_doc.partition("    **kwargs:")
         if marked:  # not under -OO
             function.__doc__ = before + _listed(kind) + after.partition("\n")[2]
+        elif like is not None and (text := like.__init__.__doc__):
+            function.__doc__ = text.replace(_listed(like.ARGUMENTS), _listed(kind))
         return cast("Function", for_users(function))
 
     return decorate

@@ -17,7 +17,7 @@ from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan
 from gleanrl.collectors.in_process_collector import Collector
 from gleanrl.collectors.states import unverified
-from gleanrl.collectors.worker_plan import WorkerPlan, serve_rollouts
+from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import paths
 from gleanrl.core.episode_returns import NO_EPISODES, Ended, EpisodeSums, episodes_that_ended
 from gleanrl.core.errors import ClosedError, ConfigError
@@ -47,21 +47,17 @@ def _serve_nested(
     return NestedSource(collector, streams)
 
 
-def serve(
-    plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any] | None
-) -> SourceFactory:
-    """Return the factory of a worker that makes rollouts, evaluations, or has a whole collector.
+def serve(plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any]) -> SourceFactory:
+    """Return the factory of a worker of ``plan`` that makes evaluations, or has a whole collector.
 
     Args:
         plan: Of the outer collector.
         options: The settings of the worker.
-        given: Arguments for its whole collector alone; ``None`` if there is none.
+        given: Arguments for the worker's collector alone.
     """
     kind, random = plan.collector_class, plan.limits.init_random_frames
     if isinstance(kind, EpisodesPlan):
         return kind.factory(options)
-    if given is None:
-        return serve_rollouts(plan, options, given)
     kind = Collector if kind is None else kind
     if not callable(kind):
         raise ConfigError(f"collector_class ({kind!r}) must be callable")

@@ -38,17 +38,10 @@ from gleanrl.memory.shared import check_memory
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.rollout.source_builder import SourceBuilder
 
-Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any] | None], SourceFactory]"
+Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any]], SourceFactory]"
 _OWN = {part.name for part in fields(OwnOptions)}
 _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 """Memory of the smallest environments and their processes."""
-
-
-def serve_rollouts(
-    plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any] | None
-) -> SourceFactory:
-    """Return the factory of a worker that makes rollouts."""
-    return partial(serve_worker, options)
 
 
 class WorkerPlan:
@@ -61,7 +54,7 @@ class WorkerPlan:
         *,
         sync: bool = True,
         collector_class: Any = None,
-        serve: Serve = serve_rollouts,
+        serve: Serve | None = None,
         in_process: bool = False,
         central: EnvWorkersPlan | None = None,
         acting: Any = None,
@@ -75,8 +68,8 @@ class WorkerPlan:
             functions: Each worker's ``create_env_fn``.
             sync: Whether a batch holds a rollout of every worker.
             collector_class: The class of the whole collector in each worker, ``None`` for none.
-            serve: Returns the function that builds the source of one worker, of this plan, the
-                worker's settings, and the arguments of its whole collector (``None`` for none).
+            serve: Returns the function that builds the source of a worker with a whole collector,
+                of this plan, the worker's settings, and the arguments of that collector alone.
             in_process: Whether workers are in this process, with the user's own objects.
             central: The processes of the environments, of which these workers are groups.
             acting: The policy that acts in them, if that is not the user's own object.
@@ -212,7 +205,9 @@ class WorkerPlan:
         if self.in_process:
             return SourceBuilder(options)
         whole = self.collector_class is not None or not _OWN.issuperset(given)
-        factory = self._serve(self, options, given if whole else None)
+        factory: SourceFactory = partial(serve_worker, options)
+        if whole and self._serve is not None:
+            factory = self._serve(self, options, given)
         if self.sink is not None and self.fills:
             factory = partial(serve_filling, factory, self.pipeline, self.sink)
         return factory

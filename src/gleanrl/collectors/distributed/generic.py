@@ -116,6 +116,8 @@ class DistributedCollector(BaseCollector):
 class DistributedSyncCollector(DistributedCollector):
     """A `DistributedCollector` with ``sync=True`` that sends weights without a call.
 
+    ``sync`` and other arguments that this class decides are a `TypeError`.
+
     Example:
         >>> from gleanrl.collectors import DistributedSyncCollector
         >>> with DistributedSyncCollector(["CartPole-v1"] * 2, frames_per_batch=64,
@@ -127,21 +129,10 @@ class DistributedSyncCollector(DistributedCollector):
     ARGUMENTS = DistributedSyncArguments
     _sync = True
 
-    @documents_arguments(DistributedSyncArguments)
+    @documents_arguments(DistributedSyncArguments, like=DistributedCollector)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[DistributedSyncArguments]
     ) -> None:
-        """Start the nodes.
-
-        Args:
-            create_env_fn: See `DistributedCollector`.
-            policy: See `DistributedCollector`.
-            **kwargs: See `gleanrl.collectors.arguments.DistributedSyncArguments`.
-
-        Raises:
-            TypeError: ``sync`` and the like, which this class decides.
-            ConfigError: see `DistributedCollector`.
-        """
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
 

@@ -27,20 +27,10 @@ class RPCCollector(DistributedCollector):
 
     ARGUMENTS = RPCArguments
 
-    @documents_arguments(RPCArguments)
+    @documents_arguments(RPCArguments, like=DistributedCollector)
     def __init__(
         self, create_env_fn: Any, policy: Any = None, **kwargs: Unpack[RPCArguments]
     ) -> None:
-        """Start the nodes.
-
-        Args:
-            create_env_fn: See `DistributedCollector`.
-            policy: See `DistributedCollector`.
-            **kwargs: See `gleanrl.collectors.arguments.RPCArguments`.
-
-        Raises:
-            ConfigError: see `DistributedCollector`.
-        """
         super().__init__(create_env_fn, policy, **cast("DistributedArguments", kwargs))
 
 
