@@ -116,12 +116,7 @@ def policy_process_plan(
 ) -> WorkerPlan:
     """Return the plan of a collector whose one worker has a policy for other workers.
 
-    Args:
-        arguments: Those of the collector.
-        functions: Each worker's ``create_env_fn``.
-        kind: The class of the collector in the process of the policy.
-        sync: Whether all environments take the same steps.
-        affinity: The processors of each worker.
+    That worker has a collector of the class ``kind``. Other arguments as in `central_plan`.
 
     Raises:
         ConfigError: an argument that cannot be passed on to that process.

@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.argument_texts import TEXTS
-from gleanrl.collectors.arguments import check_callables, read_seed
+from gleanrl.collectors.arguments import check_callables, one_of, read_seed
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.in_process_collector import Collector
@@ -250,7 +250,10 @@ class _Player:
         summary, version = self._episodes()
         if self._dumps:
             self._ask(m.Call("env.transform.dump", (), {"step": request.step}))
-        result = _evaluation(summary, version, request.step, self._prefix)
+        metrics = {str(name): value.item() for name, value in summary["metrics"].items()}
+        returns, lengths, seconds = (summary[name] for name in ("returns", "lengths", "seconds"))
+        about = version, request.step, float(seconds), metrics, self._prefix
+        result = Evaluation(returns, lengths, *about)
         if self._on_result is not None:
             self._on_result(TensorDict({k: torch.as_tensor(v) for k, v in result.items()}))
         return result
@@ -279,19 +282,6 @@ class _Player:
         self.collector.shutdown(timeout, raise_on_error=raise_on_error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-
-
-def _evaluation(summary: TensorDictBase, version: int, step: int, prefix: str) -> Evaluation:
-    metrics = {str(name): value.item() for name, value in summary["metrics"].items()}
-    return Evaluation(
-        summary["returns"],
-        summary["lengths"],
-        version,
-        step,
-        float(summary["seconds"]),
-        metrics,
-        prefix,
-    )
 
 
 class _Acquainted:
@@ -428,12 +418,12 @@ class Evaluator:
             init_fn=init_fn,
         )
         _check_words(backend, busy_policy, on_failure, collector_cls, done_keys)
+        if frames_per_batch is not None:
+            frames_per_batch = check_int("frames_per_batch", frames_per_batch, least=1)
         plan = EpisodesPlan(
             count=check_int("num_trajectories", num_trajectories, least=1),
             reward_key=as_key(reward_keys),
-            frames=None
-            if frames_per_batch is None
-            else check_int("frames_per_batch", frames_per_batch, least=1),
+            frames=frames_per_batch,
             metrics=metrics_fn,
         )
         self._seed = None if seed is None else read_seed(seed)
@@ -699,13 +689,9 @@ def _check_words(
             "belong to the whole process, so a thread would change how the learner's own policy "
             "acts; use backend='process', or 'inline' to wait for evaluations"
         )
-    for name, value, known in (
-        ("backend", backend, ("process", "ray", "inline")),
-        ("busy_policy", busy_policy, ("skip", "error", "queue")),
-        ("on_failure", on_failure, ("raise", "relaunch")),
-    ):
-        if value not in known:
-            raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(map(repr, known))}")
+    one_of("process", "ray", "inline")("backend", backend)
+    one_of("skip", "error", "queue")("busy_policy", busy_policy)
+    one_of("raise", "relaunch")("on_failure", on_failure)
     if on_failure == "relaunch" and backend == "inline":
         raise ConfigError("on_failure='relaunch' needs a worker to lose: use backend='process'")
     if collector_cls not in (None, Collector, "Collector", "SyncDataCollector"):

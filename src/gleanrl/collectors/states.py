@@ -50,10 +50,6 @@ _ALL_BEGIN_ANEW = (
 def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
     """Return counters, statistics, and ``worker0``, ``worker1``, …: policy and environment of each.
 
-    Args:
-        collection: Is not changed.
-        allow_pickle: Whether parts of environments may be pickled.
-
     Raises:
         ClosedError: the collection was shut down, and its workers with it.
     """
@@ -219,13 +215,7 @@ def restore(
 ) -> str | None:
     """Restore a state of `state_of`.
 
-    Args:
-        collection: With as many workers as the state has, if it has ``environments``.
-        state_dict: The state.
-        strict: Whether all entries must be there.
-        allow_pickle: Whether parts of environments may be unpickled.
-        environments: Whether environments continue; else they begin anew, as many as there are.
-        load_buffer: Called at the end; if it raises, nothing was loaded.
+    Args as of `BaseCollector.load_state_dict`; ``load_buffer`` is called at the end.
 
     Returns:
         Which environments begin new episodes, and why; ``None`` if all continue theirs.

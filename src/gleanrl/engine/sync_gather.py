@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import GleanError
 from gleanrl.engine.batch_delivery import Slots
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
@@ -94,8 +93,7 @@ class SyncGather(Gather):
         if self._enough is not None:  # none: each rollout is one step
             self._set_stop(self._enough == 0)
         slot = self._slots[0].acquire()
-        if slot is None:
-            raise GleanError("no slot is free: a batch was handed out that should have been copied")
+        assert slot is not None  # a batch was copied otherwise
         windows = self._slots[0].windows[slot]
         self._begun = begun = _Round(slot, windows, counts.random, Deadline(timeout))
         counts.dispatch(sum(self._frames))

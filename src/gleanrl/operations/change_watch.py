@@ -92,14 +92,8 @@ class Watch:
         """
         if id(module) in self._seen:
             return
-        self._seen[id(module)] = module
-        state = vars(module)
-        self._objects.append(module)
-        self._kinds.append(type(module))
-        self._states.append(state)
-        self.add_class(type(module))
-        self._part(state.values())
-        for name, value in state.items():
+        self._object(module)
+        for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 self._part(value)
                 self._part(value.values())
@@ -138,15 +132,18 @@ class Watch:
             known = kind.__module__.startswith(_SPECS) and all(map(is_genuine, kind.__mro__[:-1]))
             if own or not known:
                 raise Unwatchable(f"{kind.__name__} in a spec is no library's, or has {own}")
-            self._seen[id(value)] = value
-            self.add_class(kind)
-            self._objects.append(value)
-            self._kinds.append(kind)
-            self._states.append(state)
-            self._part(state.values())
+            self._object(value)
             parts = state.values()
         for part in parts:
             self.add_spec(part)
+
+    def _object(self, value: Any) -> None:
+        self._seen[id(value)] = value
+        self._objects.append(value)
+        self._kinds.append(type(value))
+        self._states.append(vars(value))
+        self.add_class(type(value))
+        self._part(vars(value).values())
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

@@ -136,7 +136,7 @@ class EnvWorkers:
         except BaseException:
             self.pipes.close()
             raise
-        self._coming: set[int] = set()
+        self.coming: set[int] = set()
         """Workers that were lost, until their replacements are up to date."""
         if plan.on_failure != "raise":
             self.session.tolerant = self.session.needs_all = True  # see `WorkerGroup.was_reset`
@@ -172,7 +172,7 @@ class EnvWorkers:
         self._check_usable()
         if len(self._serving) < self.count:
             for worker in workers:
-                if worker not in self._serving and worker not in self._coming:
+                if worker not in self._serving and worker not in self.coming:
                     self._serving[worker] = self.session.send(worker, m.Call("serve"))
 
     def number(self, group: WorkerGroup, worker: int) -> int:
@@ -187,7 +187,7 @@ class EnvWorkers:
             CollectorTimeout: a step took longer than the timeout.
         """
         self._check_usable()
-        look = _SOON_MS if self._coming else _LOOK_MS
+        look = _SOON_MS if self.coming else _LOOK_MS
         most = look if seconds is None else min(look, 1e3 * max(0.0, seconds))
         came, now = interruptible(self.pipes.wait, most), monotonic()
         if came:
@@ -216,14 +216,14 @@ class EnvWorkers:
             session.last_reply[worker] = max(session.last_reply[worker], replied)
         session.receive_available()
         session.warn_silent()
-        due = {worker: began for worker, began in since.items() if worker not in self._coming}
+        due = {worker: began for worker, began in since.items() if worker not in self.coming}
         late = [worker for worker, began in due.items() if Deadline(self.timeout, began).expired]
         if late:
             deadline = Deadline(self.timeout, min(due.values()))
             session.give_up(sorted(late), "finish their step", deadline)
         self._check_alive()
-        for worker in filter(session.is_up, sorted(self._coming)):
-            self._coming.discard(worker)
+        for worker in filter(session.is_up, sorted(self.coming)):
+            self.coming.discard(worker)
             self._answered_at[worker] = now
             for group in self._served[worker]:
                 if worker in group.pending:
@@ -248,7 +248,7 @@ class EnvWorkers:
         for group in self.groups:
             if not group.pending.isdisjoint(workers):
                 group.wait()
-        while not self._coming.isdisjoint(workers):
+        while not self.coming.isdisjoint(workers):
             self.take_answers()
         tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
         for ticket in tickets:
@@ -268,7 +268,7 @@ class EnvWorkers:
         missing = not (worker in self.session.joining or self.session.needs_all)
         if missing and ticket is not None and not ticket.over:  # it may still write
             self.needs_all = self.session.needs_all = True
-        self._coming.discard(worker) if missing else self._coming.add(worker)
+        self.coming.discard(worker) if missing else self.coming.add(worker)
         self.pipes.drop_orders(worker)
         if self.pipes.wait(0):
             self._take(monotonic(), but=worker)  # else they would count as its replacement's
@@ -284,10 +284,6 @@ class EnvWorkers:
             for number, group in groups
             for method, arguments in group.standing_of(worker, life)
         ]
-
-    def is_coming(self, worker: int) -> bool:
-        """Tell whether ``worker`` was lost, and its replacement is not up to date yet."""
-        return worker in self._coming
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -407,11 +403,6 @@ class WorkerGroup:
         base = memory.reserve(slab.nbytes)
         return map_window(memory.map(), slab.reference(0, 0, base, 0))
 
-    def copy_of(self, window: Window, keys: Iterable[Key]) -> Window:
-        """Return a window that workers can map, with the entries ``keys`` of ``window``."""
-        fields = [_field(key, window.tensor(key)) for key in keys]
-        return self.reserve(fields, window.steps)
-
     def sees(self, window: Window) -> bool:
         """Tell whether all of ``window`` is in the memory."""
         return all(self._offset(window.tensor(key)) is not None for key in window.keys())
@@ -432,7 +423,7 @@ class WorkerGroup:
             for (key, tensor), start in zip(found, starts, strict=True):
                 assert start is not None, "not in the memory of workers"
                 env, time = (tensor.itemsize * stride for stride in tensor.stride()[:2])
-                blocks.append(m.Block(_field(key, tensor), start + part.start * env, env, time))
+                blocks.append(m.Block(field_of(key, tensor), start + part.start * env, env, time))
             references.append(m.WindowRef(0, index, len(part), window.steps, tuple(blocks)))
         return references
 
@@ -481,7 +472,7 @@ class WorkerGroup:
             came = self.workers.pause(left).request_each(left, seconds)
             found |= came  # those that were lost have no values, and are asked again
             if begins:
-                self.go_on([worker for worker in came if not self.workers.is_coming(worker)])
+                self.go_on([worker for worker in came if worker not in self.workers.coming])
         self._check_there()
         return [found.get(worker) for worker in commands]
 
@@ -578,7 +569,7 @@ class WorkerGroup:
         if self._beginning and order != FINISH:  # without steps, there is nothing to finish
             self.pending |= self._beginning
             for worker in self._beginning:
-                if not workers.is_coming(worker):
+                if worker not in workers.coming:
                     self.begin_anew(worker)
 
     def answered(self, worker: int, answer: int) -> None:
@@ -701,5 +692,6 @@ class WorkerGroup:
                 yield from (f"in worker {worker}, {text}" for text in texts or ())
 
 
-def _field(key: Key, tensor: torch.Tensor) -> Field:
+def field_of(key: Key, tensor: torch.Tensor) -> Field:
+    """Return the field of an entry of a window."""
     return Field(key, tuple(tensor.shape[2:]), tensor.dtype)

@@ -119,14 +119,18 @@ class ParallelEnv(RowEnv, Verifiable):
         ends = [each * w + min(w, more) for w in range(self.num_workers + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         makers = list(zip(factories, kwargs, strict=True))
+        if on_failure not in ("raise", "relaunch"):
+            raise ConfigError(
+                f"on_failure ({on_failure!r}) of a ParallelEnv must be 'raise' or 'relaunch': its "
+                "batch cannot have fewer environments"
+            )
+        allowed = read_retry_limit("max_relaunches", max_relaunches)
         self._plan = sharing or EnvWorkersPlan(
             storing=GymOptions(),
             threads=check_int("num_sub_threads", num_sub_threads, least=1),
             timeout=timeout if timeout is None else seconds("timeout", timeout),
-            on_failure=_read_reaction(on_failure),
-            relaunches=read_retry_limit("max_relaunches", max_relaunches)
-            if on_failure == "relaunch"
-            else None,
+            on_failure=on_failure,
+            relaunches=allowed if on_failure == "relaunch" else None,
         )
         self._shares = sharing is not None
         self._number = len(self._plan.groups)
@@ -405,15 +409,6 @@ class ParallelEnv(RowEnv, Verifiable):
 
     def __repr__(self) -> str:
         return f"ParallelEnv({self.num_envs} environments in {self.num_workers} workers)"
-
-
-def _read_reaction(on_failure: Any) -> str:
-    if on_failure not in ("raise", "relaunch"):
-        raise ConfigError(
-            f"on_failure ({on_failure!r}) of a ParallelEnv must be 'raise' or 'relaunch': its "
-            "batch cannot have fewer environments"
-        )
-    return str(on_failure)
 
 
 _STEPPING = Methods(ParallelEnv, ("step", "_step", "reset", "_reset", "step_mdp", "maybe_reset"))

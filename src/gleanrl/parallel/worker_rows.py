@@ -20,7 +20,7 @@ from gleanrl.envs.parallel_group import RowsInfo
 from gleanrl.envs.parallel_worker import CUT, FINISH, STEP
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.state_kinds import Node
-from gleanrl.parallel.env_workers import WorkerGroup
+from gleanrl.parallel.env_workers import WorkerGroup, field_of
 
 
 class WorkerRows(EnvRows):
@@ -143,7 +143,10 @@ class WorkerRows(EnvRows):
     def _open(self, window: Window) -> tuple[int, Window | None]:
         """Tell workers of a new window, and of those that exist no longer."""
         group, keys = self._group, [key for key in window.keys() if key in self._keys]
-        target = None if group.sees(window) else group.copy_of(window, keys)
+        target = None
+        if not group.sees(window):
+            fields = [field_of(key, window.tensor(key)) for key in keys]
+            target = group.reserve(fields, window.steps)
         others = [number for number, _ in self._targets.values()]
         number = next(number for number in itertools.count(1) if number not in others)
         parts = group.references(target or window, keys)
