@@ -41,16 +41,7 @@ class Hooks:
         """Call a method of every worker's collector, and of the replacements of lost workers."""
 
     def begin_profile(self, config: Mapping[str, Any], worker: int | None) -> None:
-        """Profile the first rollouts.
-
-        Args:
-            config: The fields of `ProfileConfig`.
-            worker: The collector's index among its parent's workers, if it has one.
-
-        Raises:
-            RuntimeError: iteration has begun.
-            ConfigError: a wrong field.
-        """
+        """Do as `enable_profile`; ``worker`` is the index among a parent's workers, if any."""
         if self.iterated:
             raise RuntimeError("enable_profile must be called before the collector is iterated")
         self.disable_profile()

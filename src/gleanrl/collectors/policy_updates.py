@@ -72,16 +72,9 @@ class PolicyUpdates:
         worker_ids: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Publish weights, or have the weight updater do so.
+        """Publish weights by model id, or have the weight updater do so, which gets ``kwargs``.
 
-        Args:
-            models: By model id; ``None`` means the weights of the learner's policy.
-            worker_ids: Which workers; see `update_policy_weights_`.
-            kwargs: Arguments of the weight updater.
-
-        Raises:
-            ConfigError: a weight updater for other models than the policy.
-            TypeError: arguments for a weight updater, or workers, where there are none.
+        ``None`` means the weights of the learner's policy; see `update_policy_weights_`.
         """
         requested_at = time.monotonic()
         with self._engine.turn(None):

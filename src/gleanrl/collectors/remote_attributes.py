@@ -21,12 +21,7 @@ class AttributeAccess:
     def __init__(
         self, root: Any, alone: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Answer for ``root``.
-
-        Args:
-            root: The collector, at which paths begin, as a weak proxy.
-            alone: Suspends collection during a ``with`` block.
-        """
+        """Begin paths at ``root``, a weak proxy; ``alone`` suspends collection during a block."""
         self._root, self._alone = root, alone
         self.away: Engine | None = None
         """Has environment and policy in its only worker, if they have left this process."""
@@ -129,13 +124,7 @@ class WorkerAttributeAccess(AttributeAccess):
     """Reads and calls the objects of the workers of an engine; one result per worker."""
 
     def __init__(self, engine: Engine, buffer: Any, shared: bool) -> None:
-        """Ask the workers of ``engine``.
-
-        Args:
-            engine: Its workers have all objects except the replay buffer.
-            buffer: The replay buffer, ``None`` if there is none.
-            shared: Whether the workers have it, too.
-        """
+        """Ask the workers of ``engine``, and for the replay ``buffer`` if it is ``shared``."""
         super().__init__(SimpleNamespace(replay_buffer=buffer), partial(engine.turn, None))
         self._engine, self._owns_buffer = engine, buffer is not None and not shared
 

@@ -116,20 +116,7 @@ class Engine(Session):
     def collect(
         self, counts: FrameCounts, timeout: float | None = None, feed: bool = True
     ) -> tuple[TensorDictBase | None, Rollouts]:
-        """Collect one batch.
-
-        Args:
-            counts: What is still needed; counts along.
-            timeout: Seconds a rollout may take.
-            feed: Whether workers are given more to do.
-
-        Returns:
-            The batch, whose memory is the caller's until its last tensor is gone (``None`` if
-            workers kept it), and the reports of the workers that made it.
-
-        Raises:
-            CollectorTimeout: a rollout took longer than ``timeout`` seconds.
-        """
+        """Collect a batch as `Gather.batch`; its memory is the caller's until no tensor is left."""
         with self._alone():
             self._check_usable("; make a new one to collect more")
             self.awaited = True

@@ -122,10 +122,7 @@ def shapes_of(module: nn.Module) -> Shapes:
 def check_tensors(kind: str, shapes: Shapes, weights: Mapping[str, Any]) -> None:
     """Raise `WeightsError` unless ``weights`` fit a model with ``shapes``, without harm to values.
 
-    Args:
-        kind: What the message calls the model.
-        shapes: Of its tensors.
-        weights: By dotted name; extra state may be anything.
+    The message calls the model ``kind``. Extra state may be anything.
     """
     tensors = {name: value for name, value in weights.items() if not _is_extra(name)}
     needed = {name for name, (_, _, parameter) in shapes.items() if parameter}
