@@ -577,3 +577,30 @@ def test_collectors_built_in_two_threads_at_once_step_by_parts():
 
     with ThreadPoolExecutor(2) as threads:
         assert all(BY_PARTS in text for text in threads.map(built, range(4)))
+
+
+class Copies(gym.spaces.Box):
+    """Counts its copies: a rehearsal makes some."""
+
+    count = 0
+
+    def __deepcopy__(self, memo):
+        type(self).count += 1
+        return type(self)(self.low, self.high, self.shape, self.dtype)
+
+
+@pytest.mark.parametrize("build", [lambda end: end(), lambda end: SerialEnv(2, end)])
+def test_parts_are_proven_once_where_nothing_changes(build):
+    space = Copies(-np.inf, np.inf, (3,), np.float32)
+
+    def end():
+        return TransformedEnv(GymWrapper(gym_toys.Small(gym_toys.MOVES, space)), chain())
+
+    before = Copies.count
+    with Collector(build(end), None, frames_per_batch=14) as collector:
+        built = Copies.count
+        assert built > before
+        for _ in range(3):
+            collector.next()
+        assert BY_PARTS in collector.explain()
+    assert Copies.count == built

@@ -56,13 +56,8 @@ class RecordedStep:
         self.reset_s = 0.0
         """Seconds in resets."""
         self._skips = [member.wrapper_frame_skip for member in parts.members]
-        self._watch = watch = Watch()
-        try:
-            parts.watch(watch)
-        except Unwatchable as err:
-            raise Unproven(f"settings of a transform cannot be watched: {err}") from err
         self._memory = memory = _Memory(layout, parts, passed)
-        settings, constants, batch = parts.numbers, watch.tensors, layout.batch_shape
+        settings, constants, batch = parts.numbers, _watched(parts).tensors, layout.batch_shape
 
         def recorded(name: str, before: Entries, data: Entries) -> TransformProgram:
             phases = _phases(parts, name)
@@ -78,6 +73,7 @@ class RecordedStep:
         self._step_calls, self._reset_calls = step.calls, reset.calls
         programs = {"action": inverse, "step": step, "reset": reset}
         self._called = {phase: one.as_they_are for phase, one in programs.items()}
+        self._watch = _watched(parts)  # transforms keep names that their first calls look up
 
     @property
     def action_specs(self) -> Mapping[Key, Spec]:
@@ -170,6 +166,16 @@ class RecordedStep:
                 self._on_partial_reset(ended)
             self.reset_s += monotonic() - began
         return ended
+
+
+def _watched(parts: Parts) -> Watch:
+    """Return a watch over ``parts``, as they are now."""
+    watch = Watch()
+    try:
+        parts.watch(watch)
+    except Unwatchable as err:
+        raise Unproven(f"settings of a transform cannot be watched: {err}") from err
+    return watch
 
 
 def _phases(parts: Parts, name: str) -> Iterable[Method]:
