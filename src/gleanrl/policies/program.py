@@ -86,6 +86,7 @@ class ProgramPolicy:
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
+        self._lower = self._lower and env.device is None  # programs read arrays
         self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
