@@ -9,7 +9,8 @@ from gleanrl.core.keys import next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
-from gleanrl.envs.vector import NextStepPool, make_vector
+from gleanrl.envs.rows_or_tensordict import make_vector
+from gleanrl.envs.vector import NextStepPool
 from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 

@@ -198,6 +198,8 @@ class WorkerPlan:
             frames_per_batch=self.frames[worker],
             replay_buffer=buffer if self.fills else None,
             learner_extends=buffer is not None and not self.fills,
+            device_rows=self.in_process and self.central is None,
+            storing_device=self.storing_device,
         )
 
     def _factory(self, worker: int) -> SourceFactory:

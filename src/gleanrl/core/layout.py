@@ -31,6 +31,8 @@ class Field:
     shape: tuple[int, ...]
     """Shape of one frame, without environment and time dimensions."""
     dtype: torch.dtype
+    device: torch.device | None = field(default=None, kw_only=True)
+    """Where it is stored; ``None`` for memory of the host, which workers can share."""
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +102,11 @@ class EnvLayout:
     """Nested parts with a batch size of their own, at the root and under ``"next"``."""
     passed: Collection[Key] = ()
     """Those of ``observations`` that pass on what a policy writes under ``"next"``."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where results of steps are stored; ``None`` for memory of the host."""
+        return self.rewards[0].device if self.rewards else None
 
     @property
     def num_envs(self) -> int:

@@ -233,6 +233,10 @@ class SourceOptions(OwnOptions):
     """The buffer that the worker writes into."""
     learner_extends: bool = False
     """Whether there is a buffer, but in the learner's process."""
+    device_rows: bool = False
+    """Whether rows may lie on a device, as nothing but this process needs them."""
+    storing_device: torch.device | None = None
+    """Where batches are delivered; ``None`` leaves that to the environment."""
 
     def __post_init__(self) -> None:
         """Check the combination."""

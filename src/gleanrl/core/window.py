@@ -31,9 +31,11 @@ class Window:
 
     @classmethod
     def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> Window:
-        """Make a window over fresh zeroed private memory."""
+        """Make a window over fresh zeroed private memory, of the host or where a field says."""
         tensors = {
-            field.key: torch.zeros((envs, steps, *field.shape), dtype=field.dtype)
+            field.key: torch.zeros(
+                (envs, steps, *field.shape), dtype=field.dtype, device=field.device
+            )
             for field in fields
         }
         return cls(tensors, envs, steps)
@@ -49,6 +51,10 @@ class Window:
     def array(self, key: Key) -> Array:
         """Return the field as a numpy array over the same memory, ``[P, T, ...]``."""
         return self._tensors[key].numpy()
+
+    def on_host(self, key: Key) -> bool:
+        """Tell whether the field is in memory of the host, which `array` and `rows` need."""
+        return self._tensors[key].device.type == "cpu"
 
     def rows(self, key: Key) -> list[Array]:
         """Return ``T`` numpy views ``[P, ...]``, one per step."""

@@ -58,9 +58,12 @@ class BatchPlan:
         options: BatchOptions,
     ) -> None:
         """Reserve nothing yet."""
-        self._shared, self._steps, self._options = shared, steps, options
-        self._layouts = layouts
+        self._shared, self._steps, self._layouts = shared, steps, layouts
         fixed = [layout for layout in layouts if layout is not None]
+        there = {field.device for layout in fixed for field in layout.fields} - {None}
+        if options.device is None and there:
+            options = replace(options, device=there.pop())
+        self._options = options
         self._fixed = fixed if len(fixed) == len(layouts) else None
         """The layouts, if every worker has one."""
         self.arenas: dict[int, Arena] = {}

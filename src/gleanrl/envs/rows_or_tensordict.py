@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from gleanrl.core.errors import ConfigError, note
 from gleanrl.core.options import SourceOptions
@@ -18,10 +19,19 @@ from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.restarting import RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
+from gleanrl.envs.tensor_vector import TensorVectorEnv, tensor_device
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.envs.torchrl_worker import start_workers
-from gleanrl.envs.vector import is_vector_env, make_vector
+from gleanrl.envs.vector import (
+    DenseVectorEnv,
+    EnvPoolResets,
+    NextStepPool,
+    VectorAdapter,
+    VectorResets,
+    is_envpool,
+    is_vector_env,
+)
 
 Made: TypeAlias = EnvRows | TensorDictHandle
 """Environments that step into rows; all others have TensorDict methods."""
@@ -167,3 +177,55 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     except Unproven as err:
         handle.why = f"{handle.why}; {err}"
         return handle
+
+
+def make_vector(env: Any, options: SourceOptions) -> VectorAdapter:
+    """Return the adapter for the reset mode of ``env``.
+
+    Args:
+        env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
+        options: How data are stored, and whether an EnvPool may be called otherwise than as it is.
+
+    Returns:
+        An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
+    """
+    if is_envpool(env):
+        return NextStepPool(EnvPoolResets(env, options), options)
+    mode = _mode(env)
+    # Only these two are known to honour a reset mask in every mode. Wrappers around them are not:
+    # some of Gymnasium's own refuse the mask or lose it on the way.
+    known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
+    resets = VectorResets(
+        env,
+        in_step=mode is AutoresetMode.SAME_STEP,
+        singly=known or mode is AutoresetMode.DISABLED,
+    )
+    device = tensor_device(resets.begin())
+    if device is not None and mode is AutoresetMode.SAME_STEP:
+        return TensorVectorEnv(resets, options, device)
+    if device is not None and device.type != "cpu":
+        raise ConfigError(
+            f"{type(env).__name__} returns tensors on {device} in {mode} mode; environments on a "
+            "device need AutoresetMode.SAME_STEP, with final observations in infos['final_obs']"
+        )
+    if mode is not AutoresetMode.NEXT_STEP:
+        return DenseVectorEnv(resets, options)
+    if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
+        # Its workers keep their "reset in the next step" mark through an explicit reset.
+        raise ConfigError(
+            "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
+            "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
+        )
+    return NextStepPool(resets, options)
+
+
+def _mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    mode = env.metadata.get("autoreset_mode")
+    try:
+        return AutoresetMode(mode)
+    except ValueError as err:
+        raise ConfigError(
+            f"{type(env).__name__}.metadata['autoreset_mode'] is {mode!r}; it must be one of "
+            f"{[str(mode) for mode in AutoresetMode]}: without it nobody can tell whether the step "
+            "after an end is a transition"
+        ) from err

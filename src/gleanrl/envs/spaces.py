@@ -175,6 +175,11 @@ class Actions:
         self._rows: list[list[Array]] = []
         self._window: Window
 
+    @property
+    def limited(self) -> bool:
+        """Whether `check` looks at any action: at those that are whole numbers."""
+        return bool(self._limits)
+
     def begin(self, window: Window) -> None:
         """Bind to the rows of ``window``."""
         self._window = window

@@ -10,11 +10,11 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
@@ -55,7 +55,7 @@ class VectorAdapter(WindowEnv):
             ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
                 cannot be.
         """
-        self._resets, env = resets, resets.env
+        self._resets, env = resets, vectorised(resets.env)
         self.num_envs, self.all_envs = resets.rows, int(env.num_envs)
         super().__init__(
             env.single_observation_space, env.single_action_space, (self.num_envs,), options
@@ -289,6 +289,7 @@ class VectorResets:
         self.singly = singly
         """Whether single environments can be truncated and reset."""
         self._seed: int | list[int] | None = None
+        self._first: VectorReset | None = None
         base = env.unwrapped if isinstance(env, VectorEnv) else env
         self.members = _Members(base.envs, in_step) if isinstance(base, SyncVectorEnv) else None
         """The watched members, whose results are copied."""
@@ -296,7 +297,7 @@ class VectorResets:
     @property
     def rows(self) -> int:
         """Environments that a step answers for."""
-        return int(self.env.num_envs)
+        return int(vectorised(self.env).num_envs)
 
     def explain(self) -> str:
         """Return how the environments are stepped."""
@@ -308,8 +309,15 @@ class VectorResets:
         method: Callable[..., Any] = self.env.step
         return method
 
+    def begin(self) -> Any:
+        """Reset all for the first time, which `all` returns then; return their observation."""
+        self._first = self.all({})
+        return self._first.observation
+
     def all(self, options: Mapping[str, Any]) -> VectorReset:
-        seed, self._seed = self._seed, None
+        (seed, self._seed), (first, self._first) = (self._seed, None), (self._first, None)
+        if first is not None and seed is None and not options:
+            return first
         result = self.env.reset(seed=seed, options=dict(options) or None)
         return taken_apart(result, self.rows)
 
@@ -326,7 +334,7 @@ class VectorResets:
     def seed(self, seed: int, static: bool) -> None:
         listable = isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
         self.env.action_space.seed(seed)
-        self.env.single_action_space.seed(seed)
+        vectorised(self.env).single_action_space.seed(seed)
         self._seed = [seed] * self.env.num_envs if static and listable else seed
 
 
@@ -392,50 +400,25 @@ def is_envpool(given: Any) -> bool:
     )
 
 
+@runtime_checkable
+class _Vectorised(Protocol):
+    """Several environments in one object."""
+
+    num_envs: int
+    single_observation_space: gym.Space[Any]
+    single_action_space: gym.Space[Any]
+
+
+def vectorised(env: Any) -> Any:
+    """Return what has the spaces of ``env``: wrappers around a `gymnasium.Env` have not all."""
+    return env if isinstance(env, VectorEnv) else env.unwrapped
+
+
 def is_vector_env(given: Any) -> bool:
-    """Tell whether ``given`` is a vectorised environment that `make_vector` can read."""
-    return isinstance(given, VectorEnv) or is_envpool(given)
+    """Tell whether ``given`` is a vectorised environment that `make_vector` can read.
 
-
-def make_vector(env: Any, options: OwnOptions) -> VectorAdapter:
-    """Return the adapter for the reset mode of ``env``.
-
-    Args:
-        env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
-        options: How data are stored, and whether an EnvPool may be called otherwise than as it is.
-
-    Returns:
-        An `Env` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
+    Simulators such as Isaac Lab derive theirs from `gymnasium.Env`.
     """
-    if is_envpool(env):
-        return NextStepPool(EnvPoolResets(env, options), options)
-    mode = _mode(env)
-    # Only these two are known to honour a reset mask in every mode. Wrappers around them are not:
-    # some of Gymnasium's own refuse the mask or lose it on the way.
-    known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
-    resets = VectorResets(
-        env,
-        in_step=mode is AutoresetMode.SAME_STEP,
-        singly=known or mode is AutoresetMode.DISABLED,
-    )
-    if mode is not AutoresetMode.NEXT_STEP:
-        return DenseVectorEnv(resets, options)
-    if isinstance(env.unwrapped, AsyncVectorEnv) and not env.unwrapped.shared_memory:
-        # Its workers keep their "reset in the next step" mark through an explicit reset.
-        raise ConfigError(
-            "AsyncVectorEnv with shared_memory=False resets environments twice after reset() "
-            "in NEXT_STEP mode; make it with shared_memory=True or autoreset_mode='SameStep'"
-        )
-    return NextStepPool(resets, options)
-
-
-def _mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    mode = env.metadata.get("autoreset_mode")
-    try:
-        return AutoresetMode(mode)
-    except ValueError as err:
-        raise ConfigError(
-            f"{type(env).__name__}.metadata['autoreset_mode'] is {mode!r}; it must be one of "
-            f"{[str(mode) for mode in AutoresetMode]}: without it nobody can tell whether the step "
-            "after an end is a transition"
-        ) from err
+    if isinstance(given, VectorEnv) or is_envpool(given):
+        return True
+    return isinstance(given, gym.Env) and isinstance(given.unwrapped, _Vectorised)

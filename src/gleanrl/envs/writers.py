@@ -269,10 +269,7 @@ class VectorLeafWriter(LeafWriter):
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
         finals = infos.get("final_obs")
         if finals is None:
-            raise EnvError(
-                f"environments {envs.tolist()[:5]} ended, but infos has no 'final_obs' (it has "
-                f"{sorted(infos)}); an environment in SAME_STEP mode must return final observations"
-            )
+            raise finals_missing(envs, f" (it has {sorted(infos)})")
         if isinstance(finals, np.ndarray) and finals.dtype == object:
             return np.stack([self._one_final(finals[env], int(env)) for env in envs])
         values = np.asarray(self._part(self._who, finals))[envs]
@@ -283,6 +280,14 @@ class VectorLeafWriter(LeafWriter):
             raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
         who = f"environment {env} (final_obs)"
         return self._fit(np.asarray(self._part(who, final)), self._shape, who, widens=True)
+
+
+def finals_missing(envs: Array, more: str) -> EnvError:
+    """Return the error for ``envs`` that ended without final observations."""
+    return EnvError(
+        f"environments {envs.tolist()[:5]} ended, but infos has no 'final_obs'{more}; an "
+        "environment in SAME_STEP mode must return final observations"
+    )
 
 
 # -- entries of `info` -----------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Slab:
         slab = [field 0][field 1] ... [mark]     (64-byte aligned)
 
     The mark is no data: a transport that copies a rollout here may note there that it is complete.
+    Fields on a device lie beside the slab, in memory of their own.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Slab:
         for group in range(groups):
             total = sum(self.steps) if order is Order.TIME else self.steps[group]
             self.batch_shapes.append((*self._lead(group), total))
+        self.on_device = [field for field in layouts[0].fields if field.device is not None]
+        """Fields beside the slab; where there are any, there is one worker."""
         for field in layouts[0].fields:
-            for group in range(groups):
+            for group in range(groups) if field.device is None else ():
                 size = self._lay(group, field, size)
         self.nbytes = -(-(size + MARK) // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -164,6 +167,9 @@ class Arena:
 
     Untouched slots cost address space only; free slots are used last-in first-out, so a consumer
     that lets go of its batches keeps the collector in the same warm pages.
+
+    Memory on a device is allocated anew for each batch, as torch uses freed memory of devices again
+    without asking the driver. So it needs no lease.
     """
 
     def __init__(
@@ -195,6 +201,8 @@ class Arena:
         self._leases: dict[int, _Lease] = {}
         self._returned: deque[_Lease] = deque()
         self._windows: dict[tuple[int, int], Window] = {}
+        self._on_device: dict[int, Views] = {}
+        """By slot that is being written: fields on a device, ``[P, T, ...]``."""
 
     def _map(self) -> mmap.mmap:
         if self._memory is None:
@@ -205,11 +213,26 @@ class Arena:
     def acquire(self) -> int | None:
         """Take a free slot for writing, or return ``None`` if every slot is held."""
         self._reclaim()
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        if self.slab.on_device:
+            self._drop_on_device(slot)
+            envs, (steps,) = self.slab.layouts[0].num_envs, self.slab.steps
+            window = Window.allocate(self.slab.on_device, envs, steps)
+            self._on_device[slot] = {key: window.tensor(key) for key in window.keys()}
+        return slot
 
     def release(self, slot: int) -> None:
         """Return a slot that was acquired and not leased."""
+        if self.slab.on_device:
+            self._drop_on_device(slot)
         self._free.append(slot)
+
+    def _drop_on_device(self, slot: int) -> None:
+        """Let go of memory on devices, which only a user's batch keeps from now on."""
+        self._on_device.pop(slot, None)
+        self._windows.pop((slot, 0), None)
 
     @property
     def leased(self) -> int:
@@ -235,7 +258,8 @@ class Arena:
         place = (reference.slot, reference.worker)
         window = self._windows.get(place)
         if window is None:
-            window = self._windows[place] = map_window(self._map(), reference)
+            window = map_window(self._map(), reference, self._on_device.get(reference.slot))
+            self._windows[place] = window
         return window
 
     def view(self, slot: int) -> tuple[Array, list[Views]]:
@@ -248,17 +272,31 @@ class Arena:
             apart.
         """
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot))
-        return base, self.views_over(base)
+        groups = self.views_over(base)
+        if self.slab.on_device:
+            self._add_on_device(slot, groups)
+        return base, groups
 
     def lease(self, slot: int, base: Array) -> None:
         """Lease the tensors of `view`; ``slot`` is free when none of them exists any more."""
         self._leases[slot] = lease = _Lease(base, self._returned.append)
         lease.slot = slot
+        if self.slab.on_device:
+            self._drop_on_device(slot)
 
     def copy(self, slot: int) -> list[Views]:
         """Copy ``slot`` into ordinary memory; the slot stays acquired."""
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot)).copy()
-        return self.views_over(base)
+        groups = self.views_over(base)
+        if self.slab.on_device:
+            self._add_on_device(slot, groups)
+        return groups
+
+    def _add_on_device(self, slot: int, groups: Sequence[Views]) -> None:
+        """Add the fields on a device to those of the slab; they are handed out without a copy."""
+        ((views,), (shape,)) = groups, self.slab.batch_shapes
+        for field in self.slab.on_device:
+            views[field.key] = self._on_device[slot][field.key].view((*shape, *field.shape))
 
     def views_over(self, base: Array) -> list[Views]:
         """Return tensors over ``base``, uint8, which has the layout of one of these slabs."""
@@ -291,14 +329,14 @@ def _private_memory(nbytes: int) -> mmap.mmap:
     return memory
 
 
-def map_window(memory: mmap.mmap, reference: WindowRef) -> Window:
-    """Map the window described by ``reference`` in ``memory``."""
-    return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference)
+def map_window(memory: mmap.mmap, reference: WindowRef, more: Views | None = None) -> Window:
+    """Map the window described by ``reference`` in ``memory``, with ``more`` fields in others."""
+    return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference, more)
 
 
-def window_over(memory: torch.Tensor, reference: WindowRef) -> Window:
+def window_over(memory: torch.Tensor, reference: WindowRef, more: Views | None = None) -> Window:
     """Return the window ``reference`` describes in ``memory``, which is uint8 and contiguous."""
-    tensors: dict[Key, torch.Tensor] = {}
+    tensors: dict[Key, torch.Tensor] = dict(more or {})
     for block in reference.blocks:
         field, item = block.field, block.field.dtype.itemsize
         typed = memory.view(field.dtype)

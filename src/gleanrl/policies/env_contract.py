@@ -43,7 +43,11 @@ class EnvContract:
         """Describe an environment whose data lie in rows, and whose reset showed ``first``."""
         batch, observed = layout.batch_shape, [field.key for field in layout.observations]
         return cls(
-            env_root(layout, {key: batch_rows(first, key, batch)[0].clone() for key in observed}),
+            env_root(
+                layout,
+                {key: batch_rows(first, key, batch)[0].clone() for key in observed},
+                layout.device,
+            ),
             observed=observed,
             acted=[field.key for field in layout.actions],
             rewarded=[field.key for field in layout.rewards],

@@ -77,11 +77,13 @@ def make_policy(
         # Elsewhere calls of it are proven to draw alone, and a spec need not be checked for them.
         if type(policy).__call__ is RandomPolicy.__call__ and not contract.env_checks_actions:
             return SpecActions(policy, env)
-    device = _device_of(policy, options.policy_device)
-    root = contract.root if device.type == "cpu" else contract.root.to(device)
+    device = _device_of(policy, options.policy_device, env.device)
+    on_host = device.type == "cpu" and env.device is None
+    root = contract.root if on_host else contract.root.to(device)
     adapted, signature = learn(policy, contract, root, options)
     call, lower = _accelerate(adapted.call, options, device)
-    return ProgramPolicy(policy, call, signature, env, device=device, lower=lower)
+    stored = device if options.device_rows and options.storing_device == device else None
+    return ProgramPolicy(policy, call, signature, env, device=device, stored=stored, lower=lower)
 
 
 def acts_at_random(policy: Any) -> bool:

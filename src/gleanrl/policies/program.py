@@ -9,6 +9,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class ProgramPolicy:
         env: EnvLayout,
         *,
         device: torch.device,
+        stored: torch.device | None = None,
         lower: bool = True,
     ) -> None:
         """Run what ``signature`` describes.
@@ -61,10 +63,14 @@ class ProgramPolicy:
             signature: The policy's units, inputs and outputs.
             env: The environment's side of the step.
             device: Where the policy runs.
+            stored: The same, if outputs may stay there until their batch is delivered.
             lower: Take modules apart; else the policy is called as it is.
         """
         self.inner = inner
-        self.signature = signature
+        staged = can_stage(device) and env.device is None
+        self._stays = env.device or (stored if staged else None)
+        """The device of the rows of outputs, except actions; ``None`` for memory of the host."""
+        self.signature = signature = _stored_on(signature, env, self._stays)
         self.outputs: tuple[Field, ...] = signature.outputs
         self.states: tuple[Key, ...] = signature.states
         self.provided: Collection[Key] = signature.provided
@@ -73,13 +79,14 @@ class ProgramPolicy:
             call, signature if lower else None, env.batch_shape, device
         )
         """The policy on one TensorDict, for environments that work on one, too."""
-        called = _StagedOverRows if can_stage(device) else _TensorDictOverRows
+        called = _StagedOverRows if staged else _TensorDictOverRows
         self._called = called(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
+        self._lower = self._lower and env.device is None  # programs read arrays
         self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
@@ -143,9 +150,10 @@ class ProgramPolicy:
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
+        stay = [] if self._stays is None else [f"outputs stay on {self._stays}"]
         if self._current().rest:
-            return self.on_tensordict.explain()
-        return self._lowering.explain(True)
+            return self.on_tensordict.explain() + stay
+        return self._lowering.explain(True) + stay
 
     def _current(self) -> Lowered:
         return self._lowering.current(self._lower and may_lower(self.device))
@@ -447,19 +455,37 @@ class _StagedOverRows(_TensorDictOverRows):
     def _load(self, t: int) -> Iterable[tuple[Any, torch.Tensor]]:
         places = self._staging.rows(self._env.batch_shape)
         for _, key, rows in self._loads:
-            places[key].copy_(rows[t])
+            if key in places:
+                places[key].copy_(rows[t])
         sent = self._staging.send()
-        return [(name, sent[key]) for name, key, _ in self._loads]
+        # States of a policy whose outputs stay on the device are there.
+        return [
+            (name, sent[key] if key in sent else rows[t].clone()) for name, key, rows in self._loads
+        ]
 
     def _store(self, wrote: Mapping[Key, torch.Tensor], t: int) -> None:
-        super()._store(self._staging.fetch(wrote), t)
+        super()._store({**wrote, **self._staging.fetch(wrote)}, t)
+
+
+def _stored_on(
+    signature: PolicySignature, env: EnvLayout, device: torch.device | None
+) -> PolicySignature:
+    """Return ``signature`` with rows on ``device``, except for what the environment reads."""
+    read = {*(field.key for field in env.actions), *map(next_key, env.passed)}
+    outputs = (f if f.key in read else replace(f, device=device) for f in signature.outputs)
+    return replace(signature, outputs=tuple(outputs))
 
 
 def make_staging(signature: PolicySignature, env: EnvLayout, device: torch.device) -> Staging:
-    """Return the memory for what a policy on ``device`` is shown and writes, by key."""
+    """Return the memory for what a policy on ``device`` is shown and writes, by key.
+
+    It is for entries whose rows are in memory of the host.
+    """
     outputs, size = signature.trace.outputs, len(env.batch_shape)
-    after = {key: outputs[next_key(key)] for key in signature.states}
-    written = {field.key: (field.shape, field.dtype) for field in signature.outputs}
+    there = {field.key for field in signature.outputs if field.device is not None}
+    states = (key for key in signature.states if next_key(key) not in there)
+    after = {key: outputs[next_key(key)] for key in states}
+    written = {f.key: (f.shape, f.dtype) for f in signature.outputs if f.key not in there}
     written |= {next_key(key): (value.shape[size:], value.dtype) for key, value in after.items()}
     shown = {field.key: (field.shape, field.dtype) for field in env.observations}
     shown |= {key: (value.shape[size:], value.dtype) for key, value in after.items()}

@@ -66,7 +66,7 @@ class DeliveredFields:
             root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
         """
-        self._options = options
+        self._options, self._device = options, env.device
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
         self._bound: WeakKeyDictionary[Window, _Bound] = WeakKeyDictionary()
         self._groups = end_groups(options, env.dones)
@@ -93,7 +93,7 @@ class DeliveredFields:
         outputs = policy.outputs
         after = {f.key[1:]: replace(f, key=f.key[1:]) for f in outputs if f.key[0] == NEXT}
         states = [after[key] for key in policy.states]
-        init = [Field(IS_INIT, (1,), torch.bool)] if IS_INIT in policy.provided else []
+        init = [Field(IS_INIT, (1,), torch.bool, device=env.device)] * (IS_INIT in policy.provided)
         root_fields = (*env.observations, *states, *init)
         observed, written = ([field.key for field in each] for each in (env.observations, outputs))
         check_options(options, observed, end_groups(options, env.dones), written)
@@ -109,7 +109,8 @@ class DeliveredFields:
     def _compose(self, roots: Iterable[Field], afters: Iterable[Field]) -> tuple[Field, ...]:
         options = self._options
         root = {field.key: field for field in (*roots, *self._flags)}
-        after = {field.key: field for field in (*afters, *self._flags)}
+        ends = (replace(flag, device=self._device) for flag in self._flags)
+        after = {field.key: field for field in (*afters, *ends)}
         if options.track_traj_ids:
             root[TRAJ_IDS] = Field(TRAJ_IDS, (), torch.int64)
         if options.mask:
@@ -155,7 +156,8 @@ class DeliveredFields:
     def _bind(self, window: Window) -> _Bound:
         keys = [key for flag in self._flags for key in (flag.key, next_key(flag.key))]
         return _Bound(
-            flags=[window.array(key) for key in keys],
+            # Rows of flags on a device are written whole at each step.
+            flags=[window.array(key) for key in keys if window.on_host(key)],
             firsts=[(window.tensor(field.key)[:, 0], field.key) for field in self.root_fields],
             ids=window.array(TRAJ_IDS) if self._options.track_traj_ids else None,
             rewards=_frame_rewards(
@@ -230,7 +232,7 @@ class DeliveredFields:
         for group in self._groups:
             if group.truncated and last >= 0:
                 prefix = (NEXT, *group.prefix)
-                done, late = (window.array((*prefix, name)) for name in ("done", "truncated"))
+                done, late = (window.tensor((*prefix, name)) for name in ("done", "truncated"))
                 late[envs, last] |= ~done[envs, last]
                 done[envs, last] = True
 
@@ -262,7 +264,10 @@ def _frame_rewards(rewards: Sequence[torch.Tensor], size: tuple[int, int]) -> Ca
     ``rewards`` are ``[P, T, ...]`` each, of which ``size`` is ``P, T``; may be written later.
     """
     if len(rewards) == 1 and rewards[0].shape[2:] == (1,) and numpy_dtype(rewards[0].dtype):
-        single = rewards[0].numpy()[:, :, 0]
+        there = rewards[0][:, :, 0]
+        if there.device.type != "cpu":
+            return lambda: there.cpu().numpy()
+        single = there.numpy()
         return lambda: single
     return lambda: mean_rewards(rewards, size)
 

@@ -18,6 +18,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Policy, Pool, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.tensor_vector import TensorVectorEnv
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.policy_inputs import Provided
@@ -108,6 +109,10 @@ class DenseRollout(BaseSource):
             # Bound to a proxy, as a cycle would keep memory and descriptors.
             env.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
             self.failures, self._gone = env.failures, env.gone
+        self._by_masks = env if isinstance(env, TensorVectorEnv) else None
+        """Environments whose ends are known at the end of a rollout."""
+        if self._by_masks is not None and self._provided:
+            self._by_masks.on_ended = self._provided.started_where
 
     def _make_tracker(self) -> Tracker:
         return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
@@ -180,6 +185,8 @@ class DenseRollout(BaseSource):
 
     def _end(self, window: Window, policy: Policy, taken: int) -> None:
         self._env.finish(taken)
+        if self._by_masks is not None:
+            self.tracker.end_all(self._by_masks.done)
         policy.finish(taken)
         if taken < window.steps:
             for field in self._fields.root_fields:
@@ -210,7 +217,7 @@ class DenseRollout(BaseSource):
     def _running(self) -> dict[str, Any]:
         row = self._next_root
         return {
-            "root": {key: row.tensor(key).clone() for key in row.keys()},
+            "root": {key: row.tensor(key).to("cpu", copy=True) for key in row.keys()},
             "policy": self._policy.memory,
         }
 

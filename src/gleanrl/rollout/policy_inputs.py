@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key
 from gleanrl.core.layout import numpy_dtype
@@ -67,6 +68,18 @@ class Provided:
             later = self._counts[:, t + 1 :]
             later[index] = np.arange(later.shape[1])
 
+    def started_where(self, t: int, mask: torch.Tensor) -> None:
+        """Note like `started`, for environments in ``mask``, bool ``[P]`` on the rows' device.
+
+        Nothing is read from a device.
+        """
+        if mask.device.type == "cpu":
+            self.started(t, np.flatnonzero(mask.numpy()))
+            return
+        for rows, first in self._rows:
+            row = rows[t]
+            row.masked_fill_(mask.view(-1, *[1] * (row.ndim - 1)), first)
+
     def restart(self, envs: Sequence[int] | None) -> None:
         """Have ``envs`` (all if ``None``) begin episodes with the next rollout."""
         index = slice(None) if envs is None else list(envs)
@@ -75,6 +88,6 @@ class Provided:
 
 
 def _rows(window: Window, key: Key) -> Sequence[Any]:
-    """Return the rows of an entry, as arrays where numpy has its dtype."""
-    arrays = numpy_dtype(window.tensor(key).dtype) is not None
+    """Return the rows of an entry, as arrays where numpy has its dtype and can reach them."""
+    arrays = window.on_host(key) and numpy_dtype(window.tensor(key).dtype) is not None
     return window.rows(key) if arrays else window.tensor_rows(key)

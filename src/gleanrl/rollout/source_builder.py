@@ -152,7 +152,10 @@ class SourceBuilder:
     def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
         chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy
         make = joint.seat if isinstance(joint, JointPolicy) else make_policy
-        policy = make(chosen, contract, env.action_specs, self.options)
+        options = self.options
+        if any(isinstance(env, rows) for rows, _ in _LOOPS):  # their rows pass through numpy
+            options = replace(options, device_rows=False)
+        policy = make(chosen, contract, env.action_specs, options)
         self._check_inputs(policy.states, IS_INIT in policy.provided)
         return policy
 
