@@ -62,7 +62,7 @@ Reader = Callable[[str, Any], Any]
 _POSITIVE: Reader = functools.partial(check_int, least=1)
 
 
-def one_of(*words: str | None) -> Reader:
+def among(*words: str | None) -> Reader:
     """Return a reader of an argument that is one of ``words``."""
     *others, last = [word if word is None else repr(word) for word in words]
     known = f"{', '.join(map(str, others))} or {last}"
@@ -98,12 +98,12 @@ class CommonArguments(TypedDict, total=False):
     track_traj_ids: Annotated[bool, True]
     trajs_per_batch: Annotated[int | None, None, _POSITIVE]
     trajs_per_write: Annotated[int | None, None, _POSITIVE]
-    traj_format: Annotated[str, "padded", one_of("padded", "cat")]
-    traj_quota: Annotated[str | None, None, one_of("equal", None)]
+    traj_format: Annotated[str, "padded", among("padded", "cat")]
+    traj_quota: Annotated[str | None, None, among("equal", None)]
     pre_collect_hook: Annotated[PreHook | None, None]
     post_collect_hook: Annotated[PostHook | None, None]
     compact_obs: Annotated[bool, False]
-    on_env_error: Annotated[str, "raise", one_of("raise", "restart")]
+    on_env_error: Annotated[str, "raise", among("raise", "restart")]
     max_env_restarts: Annotated[int | tuple[int, float], 10]
     num_envs: Annotated[int | None, None, _POSITIVE]
     categorical_action_encoding: Annotated[bool, True]
@@ -122,7 +122,7 @@ class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
-    inference: Annotated[str, "workers", one_of("workers", "central")]
+    inference: Annotated[str, "workers", among("workers", "central")]
     env_groups: Annotated[int, 1, _POSITIVE]
     policy_process: Annotated[bool | None, None]
     max_batch_size: Annotated[int | None, None, _POSITIVE]
@@ -159,7 +159,7 @@ class _WithWorkers(TypedDict, total=False):
     cat_results: Annotated[str | int | None, None]
     init_fn: Annotated[Callable[[], Any] | None, None]
     start_timeout: Annotated[float, 120.0, seconds]
-    on_failure: Annotated[str, "raise", one_of("raise", "continue", "relaunch")]
+    on_failure: Annotated[str, "raise", among("raise", "continue", "relaunch")]
     max_relaunches: Annotated[int | tuple[int, float], 3]
     max_lag: Annotated[int | None, None, functools.partial(check_int, least=0)]
 

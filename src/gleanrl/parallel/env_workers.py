@@ -278,12 +278,7 @@ class EnvWorkers:
     def standing(self, worker: int) -> list[m.Command]:
         """Return the commands that bring a replacement of ``worker`` up to date."""
         life = self.session.lives[worker]
-        groups = enumerate(self._served[worker])
-        return [
-            m.Call(f"groups[{number}].{method}", arguments)
-            for number, group in groups
-            for method, arguments in group.standing_of(worker, life)
-        ]
+        return [call for group in self._served[worker] for call in group.standing_of(worker, life)]
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -498,15 +493,15 @@ class WorkerGroup:
         """Forget the calls for replacements that set something which is not ``kept``."""
         self._standing = {what: call for what, call in self._standing.items() if kept(what)}
 
-    def standing_of(self, worker: int, life: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def standing_of(self, worker: int, life: int) -> Iterator[m.Call]:
         """Yield the calls for the replacement of ``worker`` in its ``life``."""
-        index = self.members.index(worker)
+        index, number = self.members.index(worker), self.workers.number(self, worker)
         for method, arguments in self._standing.values():
             own = arguments[index]
             if method == "seed":
                 seed = reseeded(m.Seed(*own), life)
                 own = seed.seed, seed.static
-            yield method, own
+            yield m.Call(f"groups[{number}].{method}", own)
 
     def snapshot(self, allow_pickle: bool) -> Node:
         """Return the state of all environments in the middle of their episodes.
