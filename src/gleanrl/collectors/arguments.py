@@ -374,15 +374,9 @@ def documents_arguments(kind: Any, like: Any = None) -> Callable[[Function], Fun
 
 
 def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
-    """Complete the arguments passed to a collector.
+    """Return the arguments of a collector, completed by the defaults of all collectors'.
 
-    Args:
-        kind: The dictionary of its arguments.
-        owner: The name of its class, for errors.
-        arguments: The arguments.
-
-    Returns:
-        Those of ``kind``, and the defaults of all that other collectors take.
+    ``kind`` is the dictionary of its arguments, ``owner`` the name of its class, for errors.
     """
     known = definitions(kind)
     for name in arguments:
@@ -394,10 +388,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     arguments = typed(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
-            warn(
-                f"{name}= is retired; use {newer}",
-                DeprecationWarning,
-            )
+            warn(f"{name}= is retired; use {newer}", DeprecationWarning)
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
     return {**everywhere, **defaults(kind), **arguments}
 
@@ -607,13 +598,7 @@ _TYPES = {
 
 
 def argument_property(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
-    """Return a read-only property of collectors: an argument of the constructor.
-
-    Args:
-        name: Of the argument.
-        read: What is shown of it; by default it is shown as it was given.
-        doc: By default what the argument means.
-    """
+    """Return a read-only property of collectors: an argument, or what ``read`` returns of it."""
 
     def get(collector: Any) -> Any:
         value = collector._arguments[name]

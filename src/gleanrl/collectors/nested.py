@@ -50,10 +50,7 @@ def _serve_nested(
 def serve(plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any]) -> SourceFactory:
     """Return the factory of a worker of ``plan`` that makes evaluations, or has a whole collector.
 
-    Args:
-        plan: Of the outer collector.
-        options: The settings of the worker.
-        given: Arguments for the worker's collector alone.
+    That collector alone gets the arguments ``given``.
     """
     kind, random = plan.collector_class, plan.limits.init_random_frames
     if isinstance(kind, EpisodesPlan):

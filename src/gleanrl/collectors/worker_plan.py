@@ -323,9 +323,6 @@ def read_failure(arguments: Arguments) -> tuple[int, float | None] | None:
     """Return how many replacements each worker may have, and in how many seconds.
 
     ``None`` stands for no replacements, or for all time.
-
-    Raises:
-        ConfigError: the reaction to lost workers excludes another argument.
     """
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what != "raise" and quota is not None:

@@ -476,10 +476,7 @@ class WorkerGroup:
     ) -> None:
         """Call a method of `EnvGroup` in all members, and in all replacements of these.
 
-        Args:
-            method: Its name.
-            arguments: Those of each member.
-            what: What it sets, which an earlier call may have set; ``method`` by default.
+        An earlier call that set the same (``what``, by default ``method``) counts no more.
         """
         # First: a replacement may come up meanwhile, and a second call changes nothing.
         self.stand(method, arguments, what)
@@ -590,13 +587,7 @@ class WorkerGroup:
         self._ended[:] = self.cut[:] = self._anew[:] = False
 
     def settle(self) -> list[int]:
-        """Wait for the answers that are due; return the environments that ended.
-
-        Raises:
-            WorkerError: an exception in a worker.
-            WorkerDied: a worker ended.
-            CollectorTimeout: a step took longer than the timeout.
-        """
+        """Wait for the answers that are due, or raise an error; return the ended environments."""
         self.wait()
         if self._failed:
             failed = sorted(map(self.members.index, self._failed))
