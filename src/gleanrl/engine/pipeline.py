@@ -36,7 +36,7 @@ class Pipeline:
     def __init__(
         self, arguments: Mapping[str, Any], sink: Sink | None, storing: torch.device | None
     ) -> None:
-        """Line up the stages of results for the user, or for ``sink``, on the device ``storing``."""
+        """Line up the stages before the user, or ``sink``, on the device ``storing``."""
         self._same, postproc = arguments["return_same_td"], arguments["postproc"]
         self._kept: TensorDictBase | None = None
         self._episodes_end = arguments["reset_at_each_iter"]
