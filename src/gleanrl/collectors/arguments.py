@@ -62,7 +62,7 @@ Reader = Callable[[str, Any], Any]
 _POSITIVE: Reader = functools.partial(check_int, least=1)
 
 
-def one_of(*words: str | None) -> Reader:
+def among(*words: str | None) -> Reader:
     """Return a reader of an argument that is one of ``words``."""
     *others, last = [word if word is None else repr(word) for word in words]
     known = f"{', '.join(map(str, others))} or {last}"
@@ -98,12 +98,12 @@ class CommonArguments(TypedDict, total=False):
     track_traj_ids: Annotated[bool, True]
     trajs_per_batch: Annotated[int | None, None, _POSITIVE]
     trajs_per_write: Annotated[int | None, None, _POSITIVE]
-    traj_format: Annotated[str, "padded", one_of("padded", "cat")]
-    traj_quota: Annotated[str | None, None, one_of("equal", None)]
+    traj_format: Annotated[str, "padded", among("padded", "cat")]
+    traj_quota: Annotated[str | None, None, among("equal", None)]
     pre_collect_hook: Annotated[PreHook | None, None]
     post_collect_hook: Annotated[PostHook | None, None]
     compact_obs: Annotated[bool, False]
-    on_env_error: Annotated[str, "raise", one_of("raise", "restart")]
+    on_env_error: Annotated[str, "raise", among("raise", "restart")]
     max_env_restarts: Annotated[int | tuple[int, float], 10]
     num_envs: Annotated[int | None, None, _POSITIVE]
     categorical_action_encoding: Annotated[bool, True]
@@ -122,7 +122,7 @@ class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
-    inference: Annotated[str, "workers", one_of("workers", "central")]
+    inference: Annotated[str, "workers", among("workers", "central")]
     env_groups: Annotated[int, 1, _POSITIVE]
     policy_process: Annotated[bool | None, None]
     max_batch_size: Annotated[int | None, None, _POSITIVE]
@@ -159,7 +159,7 @@ class _WithWorkers(TypedDict, total=False):
     cat_results: Annotated[str | int | None, None]
     init_fn: Annotated[Callable[[], Any] | None, None]
     start_timeout: Annotated[float, 120.0, seconds]
-    on_failure: Annotated[str, "raise", one_of("raise", "continue", "relaunch")]
+    on_failure: Annotated[str, "raise", among("raise", "continue", "relaunch")]
     max_relaunches: Annotated[int | tuple[int, float], 3]
     max_lag: Annotated[int | None, None, functools.partial(check_int, least=0)]
 
@@ -374,15 +374,9 @@ def documents_arguments(kind: Any, like: Any = None) -> Callable[[Function], Fun
 
 
 def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
-    """Complete the arguments passed to a collector.
+    """Return the arguments of a collector, completed by the defaults of all collectors'.
 
-    Args:
-        kind: The dictionary of its arguments.
-        owner: The name of its class, for errors.
-        arguments: The arguments.
-
-    Returns:
-        Those of ``kind``, and the defaults of all that other collectors take.
+    ``kind`` is the dictionary of its arguments, ``owner`` the name of its class, for errors.
     """
     known = definitions(kind)
     for name in arguments:
@@ -394,10 +388,7 @@ def read(kind: Any, owner: str, arguments: Mapping[str, Any]) -> Arguments:
     arguments = typed(kind, arguments)
     for name, newer in _RETIRED.items():
         if arguments.get(name) is not None:
-            warn(
-                f"{name}= is retired; use {newer}",
-                DeprecationWarning,
-            )
+            warn(f"{name}= is retired; use {newer}", DeprecationWarning)
     everywhere = {n: d for other in _COLLECTORS.values() for n, d in defaults(other).items()}
     return {**everywhere, **defaults(kind), **arguments}
 
@@ -607,13 +598,7 @@ _TYPES = {
 
 
 def argument_property(name: str, read: Callable[[Any], Any] | None = None, doc: str = "") -> Any:
-    """Return a read-only property of collectors: an argument of the constructor.
-
-    Args:
-        name: Of the argument.
-        read: What is shown of it; by default it is shown as it was given.
-        doc: By default what the argument means.
-    """
+    """Return a read-only property of collectors: an argument, or what ``read`` returns of it."""
 
     def get(collector: Any) -> Any:
         value = collector._arguments[name]

@@ -22,13 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def selects(kind: Any, *backends: str, **preset: Any) -> None:
-    """Have ``backend=`` of `Collector` mean the class ``kind``, which takes ``sync=``.
-
-    Args:
-        kind: A collector with workers.
-        *backends: The names of the backend.
-        **preset: Further arguments of the collector.
-    """
+    """Have ``backend=`` of `Collector` mean ``kind``, which takes ``sync=`` and the ``preset``."""
     _KINDS.update(dict.fromkeys(backends, (kind, preset)))
 
 
@@ -43,12 +37,7 @@ def with_signature_of(described: Callable[..., Any]) -> Callable[[Function], Fun
 
 
 def with_workers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the collector with workers for arguments of `Collector`, ``None`` for none.
-
-    Args:
-        args: The positional arguments of `Collector`.
-        kwargs: Its other arguments.
-    """
+    """Return the collector with workers for arguments of `Collector`, ``None`` for none."""
     typed(CollectorArguments, {name: kwargs[name] for name in _SELECTORS if name in kwargs})
     backend, count = kwargs.get("backend"), _count(kwargs.get("num_collectors"))
     if backend not in (*_IN_PROCESS, *_KINDS):

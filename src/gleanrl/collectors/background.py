@@ -190,7 +190,8 @@ class BackgroundFilling(Background):
 
     def is_running(self) -> bool:
         """Tell whether the collector collects in the background (also while paused)."""
-        return self.running and self._engine.failure is None
+        # Asked for each batch: the common case is the first.
+        return self.thread is not None and self.running and self._engine.failure is None
 
     def check_not_running(self) -> None:
         """Raise `RuntimeError` if the collector collects in the background."""

@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.argument_texts import TEXTS
-from gleanrl.collectors.arguments import check_callables, one_of, read_seed
+from gleanrl.collectors.arguments import among, check_callables, read_seed
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.in_process_collector import Collector
@@ -689,9 +689,9 @@ def _check_words(
             "belong to the whole process, so a thread would change how the learner's own policy "
             "acts; use backend='process', or 'inline' to wait for evaluations"
         )
-    one_of("process", "ray", "inline")("backend", backend)
-    one_of("skip", "error", "queue")("busy_policy", busy_policy)
-    one_of("raise", "relaunch")("on_failure", on_failure)
+    among("process", "ray", "inline")("backend", backend)
+    among("skip", "error", "queue")("busy_policy", busy_policy)
+    among("raise", "relaunch")("on_failure", on_failure)
     if on_failure == "relaunch" and backend == "inline":
         raise ConfigError("on_failure='relaunch' needs a worker to lose: use backend='process'")
     if collector_cls not in (None, Collector, "Collector", "SyncDataCollector"):

@@ -50,10 +50,7 @@ def _serve_nested(
 def serve(plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any]) -> SourceFactory:
     """Return the factory of a worker of ``plan`` that makes evaluations, or has a whole collector.
 
-    Args:
-        plan: Of the outer collector.
-        options: The settings of the worker.
-        given: Arguments for the worker's collector alone.
+    That collector alone gets the arguments ``given``.
     """
     kind, random = plan.collector_class, plan.limits.init_random_frames
     if isinstance(kind, EpisodesPlan):
@@ -184,13 +181,11 @@ class NestedSource(Verifiable):
         return env * share, policy * share, resets * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
-        collector = self.collector
+        reports, collector = [report for _, report in self._reports], self.collector
+        frames = sum(r.frames for r in reports) if batch is None else _valid_frames(batch)
         if isinstance(collector, BaseCollector) and _takes_versions(collector):
-            reports = [report for _, report in self._reports]
-            version = min((report.policy_version for report in reports), default=0)
-            frames = sum(report.frames for report in reports)
-            return (frames if batch is None else _valid_frames(batch)), version
-        return (0 if batch is None else _valid_frames(batch)), self._version
+            return frames, min((report.policy_version for report in reports), default=0)
+        return frames, self._version
 
     def _next(self) -> TensorDictBase | None:
         if self._batches is None:

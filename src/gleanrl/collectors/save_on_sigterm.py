@@ -88,11 +88,9 @@ class Preemption:
     ) -> None:
         """Handle SIGTERM from now on, in this process and in none that it forks.
 
-        Args:
-            grace: Seconds from the signal to the end of the process.
-            save: Saves the state.
-            turn: Keeps collection out during a block; waits for so many seconds.
-            in_background: Tells whether another thread collects.
+        The process ends ``grace`` seconds after the signal. ``turn`` keeps collection out during a
+        block, and waits for so many seconds; ``in_background`` tells whether another thread
+        collects.
         """
         self._grace = min(grace, threading.TIMEOUT_MAX)
         self._save, self._turn = save, turn

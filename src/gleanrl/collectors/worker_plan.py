@@ -140,11 +140,15 @@ class WorkerPlan:
 
     def _read_batches(self) -> None:
         arguments, sync = self.arguments, self.sync
-        frames = arguments["frames_per_batch"]
-        self.frames = frames_per_worker(frames, len(self.functions), sync)
-        """Per worker, the frames of its rollouts."""
-        if isinstance(frames, Sequence):
+        frames, count = arguments["frames_per_batch"], len(self.functions)
+        if isinstance(frames, Sequence) and not isinstance(frames, str):  # each worker has its own
+            given = deal("frames_per_batch", list(frames), count)
+            self.frames = [check_int("frames_per_batch", one, least=1) for one in given]
             frames = sum(self.frames) if sync else max(self.frames)
+        else:  # synchronous workers share a number out; asynchronous ones collect all of it each
+            frames = check_int("frames_per_batch", frames, least=1)
+            self.frames = [-(-frames // count) if sync else frames] * count
+        """Per worker, the frames of its rollouts."""
         self.limits = FrameLimits.from_arguments(
             frames, arguments["total_frames"], arguments["init_random_frames"]
         )
@@ -287,19 +291,6 @@ def deal(name: str, value: Any, workers: int) -> list[Any]:
     return [value] * workers
 
 
-def frames_per_worker(frames_per_batch: Any, workers: int, sync: bool) -> list[int]:
-    """Return the frames of each worker per batch.
-
-    Synchronous workers share a number out (rounded up); asynchronous ones collect all of it each.
-    A sequence gives each its own.
-    """
-    if isinstance(frames_per_batch, Sequence) and not isinstance(frames_per_batch, str):
-        given = deal("frames_per_batch", list(frames_per_batch), workers)
-        return [check_int("frames_per_batch", frames, least=1) for frames in given]
-    frames = check_int("frames_per_batch", frames_per_batch, least=1)
-    return [-(-frames // workers) if sync else frames] * workers
-
-
 def read_cat(cat_results: str | int | None, sync: bool) -> int | None:
     """Return the dimension to concatenate along, ``None`` to stack."""
     if cat_results is None or cat_results == "stack":
@@ -334,9 +325,6 @@ def read_failure(arguments: Arguments) -> tuple[int, float | None] | None:
     """Return how many replacements each worker may have, and in how many seconds.
 
     ``None`` stands for no replacements, or for all time.
-
-    Raises:
-        ConfigError: the reaction to lost workers excludes another argument.
     """
     what, quota = arguments["on_failure"], arguments["traj_quota"]
     if what != "raise" and quota is not None:

@@ -36,13 +36,7 @@ class Pipeline:
     def __init__(
         self, arguments: Mapping[str, Any], sink: Sink | None, storing: torch.device | None
     ) -> None:
-        """Line up the stages.
-
-        Args:
-            arguments: Those of the collector, which do not contradict each other.
-            sink: Stores the result; ``None`` to hand it over.
-            storing: Device a postproc module is moved to.
-        """
+        """Line up the stages before the user, or ``sink``, on the device ``storing``."""
         self._same, postproc = arguments["return_same_td"], arguments["postproc"]
         self._kept: TensorDictBase | None = None
         self._episodes_end = arguments["reset_at_each_iter"]

@@ -233,13 +233,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         makes: Iterable[torch.Tensor],
         always: bool,
     ) -> None:
-        """Record ``call``, which reads and fills these tensors.
+        """Record ``call``, which reads ``reads`` and fills the tensors in ``makes``.
 
-        Args:
-            call: Anything.
-            reads: What it reads.
-            makes: What it fills.
-            always: Whether it is needed even if nothing reads what it fills.
+        It is needed ``always``, or if anything reads what it fills.
         """
         made = {_place(one): one for one in makes}
         self._made.update(made)

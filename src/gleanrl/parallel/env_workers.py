@@ -278,12 +278,7 @@ class EnvWorkers:
     def standing(self, worker: int) -> list[m.Command]:
         """Return the commands that bring a replacement of ``worker`` up to date."""
         life = self.session.lives[worker]
-        groups = enumerate(self._served[worker])
-        return [
-            m.Call(f"groups[{number}].{method}", arguments)
-            for number, group in groups
-            for method, arguments in group.standing_of(worker, life)
-        ]
+        return [call for group in self._served[worker] for call in group.standing_of(worker, life)]
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -481,10 +476,7 @@ class WorkerGroup:
     ) -> None:
         """Call a method of `EnvGroup` in all members, and in all replacements of these.
 
-        Args:
-            method: Its name.
-            arguments: Those of each member.
-            what: What it sets, which an earlier call may have set; ``method`` by default.
+        An earlier call that set the same (``what``, by default ``method``) counts no more.
         """
         # First: a replacement may come up meanwhile, and a second call changes nothing.
         self.stand(method, arguments, what)
@@ -498,15 +490,15 @@ class WorkerGroup:
         """Forget the calls for replacements that set something which is not ``kept``."""
         self._standing = {what: call for what, call in self._standing.items() if kept(what)}
 
-    def standing_of(self, worker: int, life: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def standing_of(self, worker: int, life: int) -> Iterator[m.Call]:
         """Yield the calls for the replacement of ``worker`` in its ``life``."""
-        index = self.members.index(worker)
+        index, number = self.members.index(worker), self.workers.number(self, worker)
         for method, arguments in self._standing.values():
             own = arguments[index]
             if method == "seed":
                 seed = reseeded(m.Seed(*own), life)
                 own = seed.seed, seed.static
-            yield method, own
+            yield m.Call(f"groups[{number}].{method}", own)
 
     def snapshot(self, allow_pickle: bool) -> Node:
         """Return the state of all environments in the middle of their episodes.
@@ -595,13 +587,7 @@ class WorkerGroup:
         self._ended[:] = self.cut[:] = self._anew[:] = False
 
     def settle(self) -> list[int]:
-        """Wait for the answers that are due; return the environments that ended.
-
-        Raises:
-            WorkerError: an exception in a worker.
-            WorkerDied: a worker ended.
-            CollectorTimeout: a step took longer than the timeout.
-        """
+        """Wait for the answers that are due, or raise an error; return the ended environments."""
         self.wait()
         if self._failed:
             failed = sorted(map(self.members.index, self._failed))
