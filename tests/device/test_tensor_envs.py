@@ -18,6 +18,7 @@ from gleanrl import (
     Collector,
     ConfigError,
     EnvError,
+    Evaluator,
     Interruptor,
     LazyTensorStorage,
     MultiSyncCollector,
@@ -287,6 +288,62 @@ def test_a_replay_buffer_on_the_device(device):
     rows = torch.cat([batch.reshape(-1) for batch in collect(Carts(), batches=3)])
     assert len(buffer) == len(rows)
     assert buffer[:]["observation"].device == torch.empty(0, device=T0).device
+
+
+class Bounded(Carts):
+    """Takes actions of several kinds, of which some are counted from 1."""
+
+    def __init__(self, device="cpu"):
+        super().__init__(device)
+        self.single_action_space = gym.spaces.Dict(
+            push=gym.spaces.Discrete(2, start=1),
+            more=gym.spaces.MultiDiscrete([2, 3], start=[0, 5]),
+            fine=gym.spaces.Box(-1, 1, (2,)),
+        )
+        self.action_space = batch_space(self.single_action_space, ENVS)
+
+    def step(self, actions):
+        assert (actions["push"] > 0).all()
+        assert (actions["more"][:, 1] > 4).all()
+        force = actions["push"] - 1 + actions["more"].sum(-1) + actions["fine"].sum(-1)
+        return super().step((force > 6).long())
+
+
+class NestedInNumpy(InNumpy):
+    def step(self, actions):
+        tensors = {name: torch.from_numpy(value) for name, value in actions.items()}
+        *data, infos = self.env.step(tensors)
+        return *(value.numpy() for value in data), {"final_obs": infos["final_obs"].numpy()}
+
+
+def test_actions_of_several_kinds(device):
+    expected = collect(NestedInNumpy(Bounded()), lambda: None)
+    check_same(collect(Bounded(T0), lambda: None), expected)
+    assert all(not batch["next", "done"].all() for batch in expected)
+
+
+def test_a_saved_state_continues_on_the_device(device):
+    def collector():
+        return Collector(Carts(T0), recurrent().to(T0), frames_per_batch=12 * ENVS)
+
+    with collector() as one:
+        iterator = iter(one)
+        next(iterator)
+        state, then = one.state_dict(), next(iterator).clone()
+    with collector() as other:
+        other.load_state_dict(state)
+        check_same([next(iter(other))], [then])
+
+
+def test_evaluations_on_the_device(device):
+    def played(make, home):
+        policy = recurrent().to(home)
+        with Evaluator(make, policy, num_trajectories=2 * ENVS) as evaluator:
+            result = evaluator.evaluate()
+        return {key: value for key, value in result.items() if not key.endswith(("fps", "seconds"))}
+
+    there = played(partial(device.make, Carts, T0), T0)
+    assert there == played(lambda: InNumpy(Carts()), "cpu")
 
 
 # -- what the policy wrote stays on its device -----------------------------------------------------

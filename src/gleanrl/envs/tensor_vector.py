@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import EnvError, note
-from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, format_key, next_key
+from gleanrl.core.keys import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Array, Window
@@ -120,10 +120,9 @@ class TensorVectorEnv(VectorAdapter):
             ConfigError: a space without fixed shape, or with nothing to choose; an option that is
                 about arrays.
         """
-        env = resets.env
-        options.storing().check_unused(env)
+        options.storing().check_unused(resets.env)
         super().__init__(resets, options.storing())
-        self._there = device
+        self._there, self.can_cut = device, False
         where = device if options.device_rows and device.type != "cpu" else None
         layout = self.layout
         observations, actions, rewards = (
@@ -131,7 +130,11 @@ class TensorVectorEnv(VectorAdapter):
             for fields in (layout.observations, layout.actions, layout.rewards)
         )
         self.layout = replace(layout, observations=observations, actions=actions, rewards=rewards)
-        self._acted = space_leaves(vectorised(env).single_action_space, ("action",))
+        self._space = vectorised(resets.env).single_action_space
+        self._acted = space_leaves(self._space, ACTION)
+        firsts = (getattr(leaf.space, "start", 0) for leaf in self._acted)
+        self._firsts = [torch.as_tensor(one).to(device) if np.any(one) else None for one in firsts]
+        """The number of each leaf's first action, if that is not 0."""
 
     def explain(self) -> str:
         """Return how the environments are stepped."""
@@ -152,11 +155,11 @@ class TensorVectorEnv(VectorAdapter):
 
     def _actions_of(self, t: int) -> Any:
         """Return copies of the actions in row ``t``, as values of the batched space."""
-        space, values = vectorised(self.inner).single_action_space, {}
-        for leaf, rows in zip(self._acted, self._action_rows, strict=True):
-            value, start = rows[t].to(self._there, copy=True), getattr(leaf.space, "start", 0)
-            values[leaf.path] = value + torch.as_tensor(start).to(value) if start else value
-        return rebuild(space, (), values)
+        values = {}
+        for leaf, rows, first in zip(self._acted, self._action_rows, self._firsts, strict=True):
+            value = rows[t].to(self._there, copy=True)
+            values[leaf.path] = value if first is None else value + first
+        return rebuild(self._space, (), values)
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
         try:
@@ -173,8 +176,8 @@ class TensorVectorEnv(VectorAdapter):
         copy_tensor(dead, terminated, "the vector environment returned terminated")
         copy_tensor(late, truncated, "the vector environment returned truncated")
         torch.logical_or(dead, late, out=done)
-        if t == 0 and reward.dtype is torch.float64:  # narrowed when the rollout ends
-            self._wide = torch.zeros_like(self._reward, dtype=torch.float64)
+        if self._wide is None and getattr(reward, "dtype", None) is torch.float64:
+            self._wide = self._reward.double()  # narrowed when the rollout ends
             self._reward_rows = self._wide.unbind(1)
         copy_tensor(self._reward_rows[t], reward, "the vector environment returned rewards")
         final = infos.get("final_obs")

@@ -217,7 +217,6 @@ class Arena:
             return None
         slot = self._free.pop()
         if self.slab.on_device:
-            self._drop_on_device(slot)
             envs, (steps,) = self.slab.layouts[0].num_envs, self.slab.steps
             window = Window.allocate(self.slab.on_device, envs, steps)
             self._on_device[slot] = {key: window.tensor(key) for key in window.keys()}
@@ -225,12 +224,11 @@ class Arena:
 
     def release(self, slot: int) -> None:
         """Return a slot that was acquired and not leased."""
-        if self.slab.on_device:
-            self._drop_on_device(slot)
+        self._drop_on_device(slot)
         self._free.append(slot)
 
     def _drop_on_device(self, slot: int) -> None:
-        """Let go of memory on devices, which only a user's batch keeps from now on."""
+        """Let go of memory on devices, which only the user's batch keeps from now on."""
         self._on_device.pop(slot, None)
         self._windows.pop((slot, 0), None)
 
@@ -272,10 +270,7 @@ class Arena:
             apart.
         """
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot))
-        groups = self.views_over(base)
-        if self.slab.on_device:
-            self._add_on_device(slot, groups)
-        return base, groups
+        return base, self._views_over(base, slot)
 
     def lease(self, slot: int, base: Array) -> None:
         """Lease the tensors of `view`; ``slot`` is free when none of them exists any more."""
@@ -287,19 +282,10 @@ class Arena:
     def copy(self, slot: int) -> list[Views]:
         """Copy ``slot`` into ordinary memory; the slot stays acquired."""
         base = np.frombuffer(self._map(), np.uint8, self.slab.nbytes, self._start(slot)).copy()
-        groups = self.views_over(base)
-        if self.slab.on_device:
-            self._add_on_device(slot, groups)
-        return groups
+        return self._views_over(base, slot)
 
-    def _add_on_device(self, slot: int, groups: Sequence[Views]) -> None:
-        """Add the fields on a device to those of the slab; they are handed out without a copy."""
-        ((views,), (shape,)) = groups, self.slab.batch_shapes
-        for field in self.slab.on_device:
-            views[field.key] = self._on_device[slot][field.key].view((*shape, *field.shape))
-
-    def views_over(self, base: Array) -> list[Views]:
-        """Return tensors over ``base``, uint8, which has the layout of one of these slabs."""
+    def _views_over(self, base: Array, slot: int) -> list[Views]:
+        """Return tensors over ``base``, a slab in uint8, and those of ``slot`` on a device."""
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
         groups = []
@@ -310,6 +296,9 @@ class Arena:
                     views[key] = torch.from_numpy(base[start:stop]).view(dtype).view(shape)
                 else:
                     views[key] = torch.from_numpy(base[start:stop].view(known).reshape(shape))
+            for field in self.slab.on_device:
+                shape = (*self.slab.batch_shapes[0], *field.shape)
+                views[field.key] = self._on_device[slot][field.key].view(shape)
             groups.append(views)
         return groups
 
