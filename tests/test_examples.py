@@ -19,11 +19,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
-    "sac": (560, "moves"),
-    "dqn": (5_000, "moves"),  # workers store some thousands before the first sample
-    "recurrent_ppo": (8_192, "improves"),
+    "sac": (360, "moves"),
+    "dqn": (2_500, "moves"),  # workers store a quarter before the first sample
+    "recurrent_ppo": (6_144, "improves"),
     "impala": (20_480, "improves"),
-    "ippo": (4_800, "moves"),
+    "ippo": (3_200, "moves"),
     "ppo_torchrl_losses": (6_144, "improves"),
     "evaluate": (8_192, "moves"),
 }

@@ -16,8 +16,8 @@ from tools.hunt.run import Refused, iterate
 
 import gleanrl
 
-HERE = [number for number in range(600) if draw(number).backend == "here"][: 150 if ALL else 40]
-WORKERS = [number for number in range(300) if draw(number).backend != "here"][: 8 if ALL else 4]
+HERE = [number for number in range(600) if draw(number).backend == "here"][: 150 if ALL else 24]
+WORKERS = [number for number in range(300) if draw(number).backend != "here"][: 8 if ALL else 3]
 KINDS = (gleanrl.Collector, gleanrl.MultiSyncCollector, gleanrl.DistributedCollector)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rig
 import torch
+from tests.covering import ALL
 from torch import nn
 
 from gleanrl import MultiAsyncCollector, WeightsError
@@ -171,7 +172,7 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     assert len(seen) == 6  # after the number, after the mark, before the mark is looked at again
 
 
-READS = 600
+READS = 600 if ALL else 300
 
 
 class Stress(rig.Count):

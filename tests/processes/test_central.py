@@ -80,7 +80,7 @@ def test_data_are_those_of_a_collector_in_this_process_bit_for_bit(env, policy):
         if ALL
         else 1
         if make is transformed
-        else 3,  # TorchRL's take a second to make
+        else 2,  # TorchRL's take a second to make
         deadline=None,
         derandomize=True,
         database=None,

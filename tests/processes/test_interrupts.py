@@ -59,10 +59,10 @@ def central(envs, **options):
 
 @pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector, central])
 def test_an_interrupt_inside_closes_the_collector_and_leaves_batches_whole(kind):
-    """At every 17th line or less often; each collector ends, and nothing of it stays."""
+    """At every 29th line or less often; each collector ends, and nothing of it stays."""
     envs = [rig.counting(0), rig.counting(1)]
     frames = FRAMES * (1 if kind is MultiAsyncCollector else 2)
-    every = 89 if kind is central else 11 if ALL else 17  # a worker more to start, and busy waits
+    every = 137 if kind is central else 11 if ALL else 29  # a worker more to start, and busy waits
     line, interrupted, closed, at = 1, 0, 0, None
     while at is None or at.left <= 0:
         collector = kind(envs, frames_per_batch=frames, total_frames=-1)

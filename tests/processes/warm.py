@@ -56,12 +56,19 @@ CLIENT = f"""#!{PYTHON} -IS
 import json, os, signal, socket, sys
 if sys.argv[1:3] == ["-m", "submitit.local._local"]:  # imports little, and is known by its number
     os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
+words, context = sys.argv[1:], "--serialized-runtime-env-context="
+if words and words[0].endswith("ray/_private/workers/setup_worker.py"):
+    # It imports Ray to find the program of a worker, which imports Ray again.
+    told = next(word for word in words if word.startswith(context))
+    told = json.loads(told.removeprefix(context))
+    if {{name: value for name, value in told.items() if value}} == {{"py_executable": sys.argv[0]}}:
+        words = [word for word in words[1:] if not word.startswith((context, "--language="))]
 door = socket.socket(socket.AF_UNIX)
 door.connect({str(DOOR)!r})
 fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
 fds = [fd for fd in fds if fd != door.fileno() and os.path.exists(f"/proc/self/fd/{{fd}}")]
 told = json.dumps({{
-    "words": sys.argv[1:], "folder": os.getcwd(), "env": dict(os.environ), "fds": fds,
+    "words": words, "folder": os.getcwd(), "env": dict(os.environ), "fds": fds,
     "pid": os.getpid(), "group": os.getpgid(0), "session": os.getsid(0),
     "ignored": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
 }}).encode()
@@ -281,8 +288,10 @@ def _run(words: list[str]) -> None:
 
 
 LIBRARIES = ("torchrl.envs", "torchrl.collectors", "torchrl.testing.mocking_classes")
-LIBRARIES += ("pytest", "hypothesis")
-"""What modules of tests import, and with them each worker that has something of theirs."""
+LIBRARIES += ("pytest", "hypothesis", "rig", "encodings.idna", "torch.utils.serialization.config")
+LIBRARIES += ("gymnasium.envs.classic_control", "gymnasium.envs.mujoco", "ale_py", "cv2")
+LIBRARIES += ("pandas", "matplotlib.pyplot", "minatar.gym", "submitit", "torch.distributed.run")
+"""What tests, their environments and zygotes import, each process anew."""
 
 
 def _import() -> None:
@@ -290,6 +299,7 @@ def _import() -> None:
     import gleanrl
 
     sys.modules["ray"] = None  # type: ignore[assignment]  # once imported, it cannot be forked
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # nor with a thread
     for name in LIBRARIES:
         with warnings.catch_warnings(), contextlib.suppress(ImportError):
             warnings.simplefilter("ignore")

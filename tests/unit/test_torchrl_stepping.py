@@ -171,6 +171,7 @@ def test_torchrls_collector_gives_the_same(name):
     assert_like_torchrl(BUILDS[name], actor_for(name))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["noops", "noops, skip", "lives"])
 @pytest.mark.parametrize("where", [one, inside])
 def test_cut_episodes_are_reset_alone(where, name):

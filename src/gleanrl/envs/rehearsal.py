@@ -1,8 +1,8 @@
 """The proof that a TorchRL environment may be stepped by its parts.
 
-Two copies of the environment, with made-up Gymnasium environments in them, take some steps: one by
-its TensorDict methods, one by `TransformedRows`. All data and all actions have to be equal, bit for
-bit.
+A copy of the environment, with made-up Gymnasium environments in it, takes some steps by its
+TensorDict methods. It takes them again by `TransformedRows`, or another copy does if it may still
+know of the first ones. All data and all actions have to be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from gleanrl.envs.torchrl_parts import (
     Parts,
     Unproven,
     is_stateful,
+    keep_nothing,
     parts_of,
     tensors_of,
     twin_of,
@@ -66,20 +67,23 @@ def _prove(rows: TransformedRows) -> None:
     parts = rows.parts if rows.parts.wholes else rows.parts.first(_MEMBERS)
     # Warnings about copies repeat those about the originals.
     with preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        casts: list[list[Any]] = [_cast(parts) for _ in range(2)]
-        handle, other = (_twin(parts, tapes) for tapes in casts)
-        twin = TransformedRows(other, parts_of(other.env), _believe)
-        twin.pass_on(rows.passed)
-        stateful = any(map(is_stateful, parts.transforms))
-        if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
-            raise Unproven("a copy of its transforms has memory in common with them")
-        plain = TensorDictRows(handle)
+        tapes: list[Any] = _cast(parts)
+        others = tapes
+        plain = TensorDictRows(_reset(twin_of(parts, tapes)))
         plain.passed = rows.passed
-        _compare(plain, twin)
-        if stateful:
-            _compare_states(parts_of(handle.env), twin.parts)
-        logs = [[tape.log for tape in cast] for cast in casts]
-        _require(logs[0] == logs[1], "the environments got other actions")
+        if keep_nothing(parts):
+            expected, log = _steps_of(plain, rows.can_cut), [tape.rewind() for tape in tapes]
+            twin = _recorded(plain.handle.env, rows)
+        else:
+            others = _cast(parts)
+            twin = _recorded(twin_of(parts, others), rows)
+            if not _places(parts).isdisjoint(_places(twin.parts)):
+                raise Unproven("a copy of its transforms has memory in common with them")
+            expected, log = _steps_of(plain, rows.can_cut), [tape.log for tape in tapes]
+        _compare(expected, _steps_of(twin, rows.can_cut))
+        if any(map(is_stateful, parts.transforms)):
+            _compare_states(parts_of(plain.handle.env), twin.parts)
+        _require(log == [tape.log for tape in others], "the environments got other actions")
 
 
 def _cast(parts: Parts) -> list[Tape] | list[TapedWorker]:
@@ -89,50 +93,68 @@ def _cast(parts: Parts) -> list[Tape] | list[TapedWorker]:
     return [TapedWorker(i) for i in range(parts.base.num_workers)]
 
 
-def _twin(parts: Parts, tapes: Sequence[Any]) -> TensorDictHandle:
-    """Return a copy of the environment, reset; all copies draw the same numbers in that."""
+def _reset(env: Any) -> TensorDictHandle:
+    """Return ``env``, reset; all draw the same numbers in that."""
     torch.default_generator.manual_seed(0)  # and no accelerator
-    return TensorDictHandle(twin_of(parts, tapes))
+    return TensorDictHandle(env)
+
+
+def _recorded(env: Any, rows: TransformedRows) -> TransformedRows:
+    """Return ``env``, reset and stepped as ``rows`` are."""
+    twin = TransformedRows(_reset(env), parts_of(env), _believe)
+    twin.pass_on(rows.passed)
+    return twin
 
 
 def _believe(rows: TransformedRows) -> None:
     """Prove nothing, because ``rows`` are part of a proof."""
 
 
-def _compare(plain: TensorDictRows, rows: TransformedRows) -> None:
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What some steps gave."""
+
+    window: Window
+    ends: list[list[int]]
+    streams: list[torch.Tensor]
+    """The state of torch's generator before and after each step."""
+
+
+def _steps_of(rows: TensorDictRows, can_cut: bool) -> _Steps:
+    """Take some steps with the environment's own random actions."""
     layout = rows.layout
     after = [*layout.observations, *layout.rewards, *FLAGS]
     nexts = [Field(next_key(field.key), field.shape, field.dtype) for field in after]
     fields = [*layout.observations, *layout.actions, *nexts]
-    windows = [_opened(each, fields) for each in (plain, rows)]
+    taken = _Steps(_opened(rows, fields), [], [])
+    recorded = isinstance(rows, TransformedRows)
+    passing = [field for field in layout.observations if field.key in rows.passed]
+    torch.default_generator.manual_seed(0)
     for t in range(_STEPS):
-        stream = torch.get_rng_state()
-        actions = plain.handle.env.rand_action(plain.handle.root.copy())
-        after_draw = torch.get_rng_state()
-        torch.set_rng_state(stream)
-        drawn = rows.handle.env.rand_action()
-        for field in layout.actions:
-            _require_equal(field.key, drawn.get(field.key), actions.get(field.key))
-        _require(torch.equal(torch.get_rng_state(), after_draw), "it draws other actions")
+        drawn = rows.handle.env.rand_action(None if recorded else rows.handle.root.copy())
         given = {field.key: drawn.get(field.key) for field in layout.actions}
-        passing = [field for field in layout.observations if field.key in rows.passed]
         given |= {next_key(field.key): _made_up(field, layout, t) for field in passing}
-        ends, streams = [], []
-        for each, window in zip((plain, rows), windows, strict=True):
-            for key, value in given.items():
-                target = window.tensor(key)[:, t]
-                target.copy_(value.reshape(target.shape))
-            torch.set_rng_state(after_draw)
-            ends.append(list(each.step(t, (0,) if t in _CUTS and rows.can_cut else ())))
-            streams.append(torch.get_rng_state())
-        _require(ends[0] == ends[1], "other episodes end")
-        _require(torch.equal(*streams), "it draws other random numbers")
-        for field in fields:
-            _require_equal(field.key, *(window.tensor(field.key)[:, t] for window in windows))
-    shown = {field.key for field in [*fields, *FLAGS]}
-    odd = set(map(as_key, plain.handle.root.keys(True, True))) - shown
-    _require(not odd, f"it shows entries that its specs do not declare ({sorted(odd, key=str)})")
-    rows.finish(_STEPS)
+        for key, value in given.items():
+            target = taken.window.tensor(key)[:, t]
+            target.copy_(value.reshape(target.shape))
+        taken.streams.append(torch.get_rng_state())
+        taken.ends.append(list(rows.step(t, (0,) if t in _CUTS and can_cut else ())))
+        taken.streams.append(torch.get_rng_state())
+    if recorded:
+        rows.finish(_STEPS)
+    else:
+        shown = {field.key for field in [*fields, *FLAGS]}
+        odd = set(map(as_key, rows.handle.root.keys(True, True))) - shown
+        what = f"it shows entries that its specs do not declare ({sorted(odd, key=str)})"
+        _require(not odd, what)
+    return taken
+
+
+def _compare(steps: _Steps, others: _Steps) -> None:
+    for key in steps.window.keys():
+        _require_equal(key, *(each.window.tensor(key) for each in (steps, others)))
+    _require(steps.ends == others.ends, "other episodes end")
+    _require(all(map(torch.equal, steps.streams, others.streams)), "it draws other random numbers")
 
 
 def _opened(rows: TensorDictRows, fields: Sequence[Field]) -> Window:

@@ -20,10 +20,17 @@ class Tape(gym.Env[Any, Any]):
         self.observation_space = copy.deepcopy(env.observation_space)
         self.action_space = copy.deepcopy(env.action_space)
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        self.observation_space.seed(seed)
-        self._draw = np.random.default_rng(seed)
+        self._seed = seed
         self.log: list[Any] = []
+        self.rewind()
         self.ale = self
+
+    def rewind(self) -> list[Any]:
+        """Return the actions, and begin anew: with the same data, and without actions."""
+        log, self.log = self.log, []
+        self.observation_space.seed(self._seed)
+        self._draw = np.random.default_rng(self._seed)
+        return log
 
     def lives(self) -> int:
         """Return what an Atari environment would; ``unwrapped.ale`` is this object."""

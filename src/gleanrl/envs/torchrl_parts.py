@@ -201,6 +201,12 @@ def is_stateful(transform: nn.Module) -> bool:
     return qualified(type(transform)) in _STATEFUL
 
 
+def keep_nothing(parts: Parts) -> bool:
+    """Tell whether an environment of ``parts`` is like new after a reset, if its members are."""
+    each = chain(parts.transforms, *parts.leading)
+    return bool(parts.members) and all(qualified(type(one)) in _STATELESS for one in each)
+
+
 def is_called(transform: nn.Module, phase: str) -> bool:
     """Tell whether a phase of ``transform`` reads or changes something besides tensors."""
     return phase in _CALLED.get(qualified(type(transform)), ())
