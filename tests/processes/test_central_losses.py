@@ -81,7 +81,8 @@ def collecting(kind, makers, policy=None, each=1, **options):
 
 
 def pid_of(collector, worker):
-    return int(collector.stats("per_worker")[f"worker_{worker}/pid"])
+    name = f"worker_{worker}" if isinstance(worker, int) else worker
+    return int(collector.stats("per_worker")[f"{name}/pid"])
 
 
 def kill(collector, worker, how=signal.SIGKILL):
@@ -358,13 +359,26 @@ def test_the_process_of_the_policy_is_replaced_with_its_workers():
     with collecting("policy process", [rig.counting(0), rig.counting(1)]) as collector:
         collector.set_seed(3)
         before = {tuple(collector.next()[IDS].tolist()) for _ in range(4)}
-        kill(collector, 0)
+        kill(collector, "policy_process")
         after = []
-        with rig.in_time(4 * rig.LIMIT):
+        replaced = pytest.warns(UserWarning, match="^policy process was replaced and takes part")
+        with rig.in_time(4 * rig.LIMIT), replaced:
             while not after or after[-1]["next", "observation"][0, 1] != 1:
                 after.append(collector.next())
         assert not set(itertools.chain(*before)).intersection(after[-1][IDS].tolist())
         assert collector.stats()["relaunches"] == 1
+
+
+def test_errors_name_the_process_of_the_policy_and_the_worker_of_the_environment():
+    makers = [rig.counting(0), rig.counting(1, fault=rig.fail, at=3)]
+    said = "^policy process: worker 1 raised ArithmeticError: in the simulator"
+    with collecting("policy process", makers, on_failure="raise") as collector:
+        with pytest.raises(ArithmeticError, match=said) as caught:
+            list(itertools.islice(collector, 20))
+        assert caught.value.__notes__[0].startswith("policy process: worker 1: environment 0")
+    with pytest.raises(ArithmeticError, match="^policy process raised ArithmeticError") as caught:
+        collecting("policy process", [cart], lambda data: rig.fail())
+    assert "worker 0" not in str(caught.value) + "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -15,7 +15,13 @@ from typing import Any, Protocol, TypeAlias
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.errors import (
+    WORKER_NAME,
+    ClosedError,
+    CollectorTimeout,
+    GleanError,
+    WorkerDied,
+)
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import warn
 from gleanrl.core.platforms import naming_limits
@@ -124,8 +130,8 @@ class Session:
         self.workers = count = len(factories)
         self.joining = set(range(count))
         """Workers that are expected to come up: at first all, later replacements."""
-        self.newest_losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
-        """Losses: time (seconds since the epoch), worker and error."""
+        self.newest_losses: deque[tuple[float, str, str]] = deque(maxlen=_LOSSES)
+        """Losses: time (seconds since the epoch), name of the worker, and error."""
         self.mishaps: deque[m.Mishap] = deque(maxlen=_LOSSES)
         """The newest losses and replacements, for a collector around this one."""
         self.standing: dict[str, m.Command] = {}
@@ -478,7 +484,7 @@ class Session:
             self.last_reply[worker] = now
         if silent:
             warn(
-                f"still waiting for workers {silent}, which live but have not replied for "
+                f"still waiting for {self._names(silent)}, which live but have not replied for "
                 f"{_NOTICE_S:.0f} s; timeout= bounds how long a rollout may take"
             )
 
@@ -500,6 +506,14 @@ class Session:
         """The error of the worker that was lost first."""
         return next(iter(self.lost.values()))
 
+    def name_of(self, worker: int) -> str:
+        """Return the name of ``worker`` in messages."""
+        return self.backend.worker_name.format(worker)
+
+    def _names(self, workers: list[int]) -> str:
+        name = self.backend.worker_name
+        return f"workers {workers}" if name == WORKER_NAME else name
+
     @property
     def losses(self) -> int:
         """The number of losses of workers."""
@@ -516,7 +530,7 @@ class Session:
         if failure is not None and first:
             self._failures.append(failure)
         elif failure is not None:
-            text = f"the replacement of worker {worker} failed: {failure}"
+            text = f"the replacement of {self.name_of(worker)} failed: {failure}"
             self._lose(worker, WorkerDied(text, worker=worker))
 
     def is_up(self, worker: int) -> bool:
@@ -542,7 +556,8 @@ class Session:
             except Exception as err:
                 return err
             self.changes += 1
-            self._tell("relaunches", f"worker {worker} was replaced and takes part again")
+            name = self.name_of(worker)
+            self._tell("relaunches", f"{name} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
         self.lost.pop(worker, None)
@@ -552,7 +567,8 @@ class Session:
 
     def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
         """Count ``workers``, which did not do their ``task``, as lost."""
-        error = CollectorTimeout(f"workers {workers} did not {task} within {deadline.seconds} s")
+        late = self._names(workers)
+        error = CollectorTimeout(f"{late} did not {task} within {deadline.seconds} s")
         for worker in workers:
             self._lose(worker, error)
 
@@ -568,10 +584,12 @@ class Session:
         if not new:  # its tickets keep the error, which must keep no frames
             error.__traceback__ = error.__context__ = None
             return
+        if isinstance(error, WorkerDied) and self.backend.worker_name != WORKER_NAME:
+            error.worker = None
         self.lost[worker] = error
         self.changes += 1
         if self.tells:
-            self.newest_losses.append((time.time(), worker, str(error)))
+            self.newest_losses.append((time.time(), self.name_of(worker), str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
