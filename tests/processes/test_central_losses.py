@@ -225,6 +225,13 @@ def test_a_loss_before_the_first_rollout_is_tolerated(kind, groups):
     assert stats["frames"] == stats["frames_stepped"] - stats["frames_under_way"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_first_observation_of_an_environment_there_is_no_start(kind):
+    makers = [rig.counting(0), rig.counting(1, fault=rig.kill, where="reset")]
+    with pytest.raises(WorkerDied, match=r"killed by signal 9.*every environment has been reset"):
+        collecting(kind, makers, on_failure="continue")
+
+
 @pytest.mark.parametrize("policy", [sampling, recurrent])
 def test_policies_act_in_the_others_as_without_a_worker_that_is_gone(policy):
     def collect(kills):

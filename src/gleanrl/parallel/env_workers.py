@@ -52,6 +52,8 @@ _LOOK_MS = 50
 """Milliseconds after which the workers are looked at again."""
 _SOON_MS = 5
 """The same while a replacement is expected."""
+_NEEDED = "; on_failure='continue' begins when every environment has been reset once, because the "
+_NEEDED += "first call of the policy and the layout of batches need all of them"
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -286,6 +288,11 @@ class EnvWorkers:
             for method, arguments in group.standing_of(worker, life)
         ]
 
+    @property
+    def were_reset(self) -> bool:
+        """Whether all environments have shown an observation."""
+        return all(group._was_reset for group in self.groups)
+
     def is_coming(self, worker: int) -> bool:
         """Tell whether ``worker`` was lost, and its replacement is not up to date yet."""
         return worker in self._coming
@@ -321,7 +328,8 @@ class _EnvReplacements(Replacements):
         super().__init__(workers.session, allowed or (0, None))
 
     def replace(self, worker: int) -> str:
-        more = super().replace(worker) if self._replaces else ""
+        more = "" if self._workers.were_reset else _NEEDED
+        more = super().replace(worker) if self._replaces else more
         self._workers.lost(worker)
         return more
 
@@ -560,7 +568,7 @@ class WorkerGroup:
     def was_reset(self) -> None:
         """Note that all environments have shown an observation; then workers may be missing."""
         self._was_reset = True
-        if all(group._was_reset for group in self.workers.groups):
+        if self.workers.were_reset:
             self.workers.session.needs_all = self.workers.needs_all
 
     # -- orders ----------------------------------------------------------------------------------
