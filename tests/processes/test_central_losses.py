@@ -597,6 +597,27 @@ def test_a_dropped_collector_leaves_no_descriptor_to_the_garbage_collector(kind,
             collector.next()
             collector.stats()
 
+    assert_leaves_nothing(collect)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "workers", "workers async"])
+@pytest.mark.parametrize("fault", [rig.kill, rig.fail])
+def test_an_error_that_was_raised_keeps_no_descriptor(kind, fault):
+    plain = {"workers": MultiSyncCollector, "workers async": MultiAsyncCollector}
+    make = plain.get(kind) or functools.partial(KINDS[kind], inference="central")
+
+    def collect():
+        makers = [rig.counting(0), rig.counting(1, fault=fault)]
+        with (
+            make(makers, frames_per_batch=16, total_frames=-1) as collector,
+            pytest.raises((WorkerDied, ArithmeticError)),
+        ):
+            collections.deque(collector, 0)
+
+    assert_leaves_nothing(collect)
+
+
+def assert_leaves_nothing(collect):
     collect()  # the process that forks workers stays
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))

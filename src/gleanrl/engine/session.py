@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -72,7 +73,7 @@ class Ticket:
     @property
     def error(self) -> BaseException | None:
         """What the worker raised, or the reason for a missing reply."""
-        return self.reply.error if isinstance(self.reply, m.Failed) else self.lost
+        return self.reply.error if isinstance(self.reply, m.Failed) else copy(self.lost)
 
 
 class Replacing(Protocol):
@@ -149,7 +150,7 @@ class Session:
         self._open: dict[int, Ticket] = {}
         self._number = self._arrivals = 0
         self.lost: dict[int, WorkerDied | CollectorTimeout] = {}
-        """The errors of lost workers, first lost first."""
+        """The errors of lost workers, first lost first; copies of them are raised."""
         self.changes = 0
         """Commands that failed, and workers that were lost or replaced, counted at each notice."""
         self._failures: list[BaseException] = []
@@ -304,7 +305,7 @@ class Session:
         for worker, command in commands.items():
             tickets[worker] = ticket = self.send(worker, command)
             if ticket.lost is not None and not self.can_continue:
-                raise ticket.lost
+                raise copy(ticket.lost)
         for worker, ticket in tickets.items():
             while ticket.due:
                 # Rollouts that it may be in the middle of are not held against the command.
@@ -503,8 +504,8 @@ class Session:
 
     @property
     def first_loss(self) -> WorkerDied | CollectorTimeout:
-        """The error of the worker that was lost first."""
-        return next(iter(self.lost.values()))
+        """The error of the worker that was lost first, to be raised."""
+        return copy(next(iter(self.lost.values())))
 
     def name_of(self, worker: int) -> str:
         """Return the name of ``worker`` in messages."""
@@ -573,6 +574,8 @@ class Session:
             self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerDied | CollectorTimeout) -> None:
+        # What is kept holds no frames, which would keep all alive: only copies of it are raised.
+        error = copy(error)
         close = self._ending.get(worker)
         told_to_end = close is not None and close.reply is not None
         new = not told_to_end and (worker not in self.lost or worker in self.joining)
@@ -581,8 +584,7 @@ class Session:
         for ticket in [t for t in self._open.values() if t.worker == worker]:
             ticket.lost, ticket.over = error, over
             del self._open[ticket.number]
-        if not new:  # its tickets keep the error, which must keep no frames
-            error.__traceback__ = error.__context__ = None
+        if not new:
             return
         if isinstance(error, WorkerDied) and self.backend.worker_name != WORKER_NAME:
             error.worker = None
@@ -593,8 +595,6 @@ class Session:
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
-            # It is kept but not raised: it must keep no frames, and with them nothing alive.
-            error.__traceback__ = error.__context__ = None
             goes_on = "waits" if self.needs_all else "continues without it"
             self._tell("workers_lost", f"collection {goes_on}{more}: {error}")
         elif more:
@@ -652,5 +652,8 @@ class Session:
         self.backend.stop(max(0.5, deadline.left))
         if tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]
-        if errors and raise_on_error:
-            raise errors[0]
+        try:
+            if errors and raise_on_error:
+                raise errors[0]
+        finally:
+            errors.clear()  # they refer to this frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from tensordict import TensorDictBase
@@ -167,7 +168,7 @@ class SyncGather(Gather):
         for ticket in begun.tickets:
             excused = self._replaced(ticket) or self._tolerated(ticket)
             if ticket.error is not None and not excused:
-                failures.append(session.lost.get(ticket.worker, ticket.error))
+                failures.append(copy(session.lost.get(ticket.worker)) or ticket.error)
         failures = failures or session.take_failures()
         if failures:
             begun.deadline = Deadline(_EXIT_GRACE_S)

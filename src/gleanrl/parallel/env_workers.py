@@ -6,6 +6,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -672,7 +673,7 @@ class WorkerGroup:
     def _check_there(self) -> None:
         """Raise the error of the first member if all are lost for good."""
         if self._missing.issuperset(self.members):
-            raise self.workers.session.lost[self.members[0]]
+            raise copy(self.workers.session.lost[self.members[0]])
 
     def begin_anew(self, worker: int) -> None:
         """Order a replacement to begin, in place of the order under way."""
