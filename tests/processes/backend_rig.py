@@ -54,6 +54,7 @@ class ScriptedBackend:
 
     memory = None
     inline = True
+    worker_name = "worker {}"
 
     def __init__(self, open_window: OpenWindow, script: Script | None = None) -> None:
         """Follow ``script``; where it says nothing, act at once."""

@@ -548,9 +548,12 @@ def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
     )
     batches = iter(collector)
     next(batches)
-    os.kill(collector.stats("per_worker")["worker_0/pid"], signal.SIGKILL)
-    with rig.in_time(), pytest.raises(WorkerDied, match="killed by signal 9"):
+    stats = collector.stats("per_worker")
+    assert not any("worker_0" in name for name in stats)
+    os.kill(stats["policy_process/pid"], signal.SIGKILL)
+    with rig.in_time(), pytest.raises(WorkerDied, match="^policy process .* signal 9") as caught:
         list(itertools.islice(batches, 1000))
+    assert caught.value.worker is None
 
 
 @pytest.mark.parametrize(

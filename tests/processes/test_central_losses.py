@@ -81,7 +81,8 @@ def collecting(kind, makers, policy=None, each=1, **options):
 
 
 def pid_of(collector, worker):
-    return int(collector.stats("per_worker")[f"worker_{worker}/pid"])
+    name = f"worker_{worker}" if isinstance(worker, int) else worker
+    return int(collector.stats("per_worker")[f"{name}/pid"])
 
 
 def kill(collector, worker, how=signal.SIGKILL):
@@ -224,6 +225,13 @@ def test_a_loss_before_the_first_rollout_is_tolerated(kind, groups):
     assert stats["frames"] == stats["frames_stepped"] - stats["frames_under_way"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_first_observation_of_an_environment_there_is_no_start(kind):
+    makers = [rig.counting(0), rig.counting(1, fault=rig.kill, where="reset")]
+    with pytest.raises(WorkerDied, match=r"killed by signal 9.*every environment has been reset"):
+        collecting(kind, makers, on_failure="continue")
+
+
 @pytest.mark.parametrize("policy", [sampling, recurrent])
 def test_policies_act_in_the_others_as_without_a_worker_that_is_gone(policy):
     def collect(kills):
@@ -358,13 +366,26 @@ def test_the_process_of_the_policy_is_replaced_with_its_workers():
     with collecting("policy process", [rig.counting(0), rig.counting(1)]) as collector:
         collector.set_seed(3)
         before = {tuple(collector.next()[IDS].tolist()) for _ in range(4)}
-        kill(collector, 0)
+        kill(collector, "policy_process")
         after = []
-        with rig.in_time(4 * rig.LIMIT):
+        replaced = pytest.warns(UserWarning, match="^policy process was replaced and takes part")
+        with rig.in_time(4 * rig.LIMIT), replaced:
             while not after or after[-1]["next", "observation"][0, 1] != 1:
                 after.append(collector.next())
         assert not set(itertools.chain(*before)).intersection(after[-1][IDS].tolist())
         assert collector.stats()["relaunches"] == 1
+
+
+def test_errors_name_the_process_of_the_policy_and_the_worker_of_the_environment():
+    makers = [rig.counting(0), rig.counting(1, fault=rig.fail, at=3)]
+    said = "^policy process: worker 1 raised ArithmeticError: in the simulator"
+    with collecting("policy process", makers, on_failure="raise") as collector:
+        with pytest.raises(ArithmeticError, match=said) as caught:
+            list(itertools.islice(collector, 20))
+        assert caught.value.__notes__[0].startswith("policy process: worker 1: environment 0")
+    with pytest.raises(ArithmeticError, match="^policy process raised ArithmeticError") as caught:
+        collecting("policy process", [cart], lambda data: rig.fail())
+    assert "worker 0" not in str(caught.value) + "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -576,6 +597,27 @@ def test_a_dropped_collector_leaves_no_descriptor_to_the_garbage_collector(kind,
             collector.next()
             collector.stats()
 
+    assert_leaves_nothing(collect)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "workers", "workers async"])
+@pytest.mark.parametrize("fault", [rig.kill, rig.fail])
+def test_an_error_that_was_raised_keeps_no_descriptor(kind, fault):
+    plain = {"workers": MultiSyncCollector, "workers async": MultiAsyncCollector}
+    make = plain.get(kind) or functools.partial(KINDS[kind], inference="central")
+
+    def collect():
+        makers = [rig.counting(0), rig.counting(1, fault=fault)]
+        with (
+            make(makers, frames_per_batch=16, total_frames=-1) as collector,
+            pytest.raises((WorkerDied, ArithmeticError)),
+        ):
+            collections.deque(collector, 0)
+
+    assert_leaves_nothing(collect)
+
+
+def assert_leaves_nothing(collect):
     collect()  # the process that forks workers stays
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))

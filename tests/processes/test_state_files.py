@@ -8,6 +8,7 @@ import warnings
 
 import gymnasium as gym
 import pytest
+import rig
 import torch
 from resume_rig import (
     AFTER,
@@ -387,6 +388,43 @@ def test_a_copy_that_dies_is_named(tmp_path):
     with Collector(Dies, frames_per_batch=20) as collector:
         collector.next()
         with pytest.raises(GleanError, match="a copy cannot be checked: it died"):
+            collector.save(tmp_path / "state", verify=True)
+        collector.next()
+    assert os.listdir(tmp_path) == []
+
+
+class Breaks(Dies):
+    """Raises, or does not return from, the third step in a copy of its process."""
+
+    left = 3
+
+    def __init__(self, fault=rig.fail):
+        super().__init__()
+        self.fault = fault
+
+    def step(self, action):
+        self.left -= os.getpid() != self.process
+        return self.env.step(action) if self.left else self.fault()
+
+
+def test_what_an_environment_raises_in_a_copy_names_it_and_the_step(tmp_path):
+    with MultiSyncCollector(
+        ["CartPole-v1", Breaks], inference="central", frames_per_batch=20
+    ) as collector:
+        collector.next()
+        said = r"in environment worker 1, .*ArithmeticError.*; environment 0 raised .*step 2 of 16"
+        with pytest.raises(GleanError, match=f"nothing was saved: {said}"):
+            collector.save(tmp_path / "state", verify=True)
+        collector.next()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_copy_that_hangs_is_interrupted_and_names_the_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("gleanrl.transport.verifying.CHECK_TIMEOUT_S", 0.5 * rig.load())
+    makers = ["CartPole-v1", lambda: Breaks(rig.hang)]
+    with Collector(makers, frames_per_batch=20) as collector:
+        collector.next()
+        with pytest.raises(GleanError, match="TimeoutError.*; environment 1 raised .* at step 2"):
             collector.save(tmp_path / "state", verify=True)
         collector.next()
     assert os.listdir(tmp_path) == []

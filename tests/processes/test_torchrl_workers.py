@@ -153,6 +153,22 @@ def test_a_parallel_env_that_works_otherwise_is_called_as_it_is(build):
     assert BY_PARTS not in explained[0]
 
 
+def test_an_explanation_that_comes_too_late_answers_no_other_question(monkeypatch):
+    monkeypatch.setattr("gleanrl.envs.torchrl_members._EXPLAIN_S", 0.1)
+    env = parallel()
+    with Collector(env, policy(), frames_per_batch=14, total_frames=-1) as collector:
+        collector.next()
+        state, stopped = env.state_dict(), env._workers[0].pid
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert "worker 0 did not say" in collector.explain()
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert env.state_dict().keys() == state.keys()
+        monkeypatch.undo()
+        assert "in a worker: 1 x GymWrapper" in collector.explain()
+
+
 def test_a_lost_worker_is_torchrls_error():
     def kill(env: Any, collector: Any) -> None:
         os.kill(env.base_env._workers[1].pid, signal.SIGKILL)

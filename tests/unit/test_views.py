@@ -86,7 +86,7 @@ def test_a_report_names_workers_that_were_lost(tmp_path):
     collector.report(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert titles(tmp_path / "report.html")[-1] == "Losses"
-    assert re.search(r"<td>1</td><td>worker 1[^<]*</td>", text)
+    assert re.search(r"<td>worker 1</td><td>worker 1[^<]*</td>", text)
 
 
 def slices(path):

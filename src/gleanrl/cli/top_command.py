@@ -147,8 +147,8 @@ def _one(status: Status) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1 + wide, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
-    for worker, host in enumerate(status.get("hosts", ())):
-        prefix = f"worker_{worker}/"
+    for name, host in status.get("hosts", {}).items():
+        prefix, worker = f"{name}/", name.removeprefix("worker_")
         own = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
         lost = own.get("alive") is False
         pid = f"{own.get('pid')}{f' on {escape(plain(host))}' * (host != platform.node())}"

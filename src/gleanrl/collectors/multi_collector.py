@@ -30,7 +30,7 @@ from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core import messages as m
 from gleanrl.core.affinity import Processors, read_affinity
-from gleanrl.core.errors import ArgumentTypeError, ConfigError
+from gleanrl.core.errors import WORKER_NAME, ArgumentTypeError, ConfigError
 from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.joint import JointPolicy
@@ -91,7 +91,7 @@ class MultiCollector(BaseCollector):
             driver = driver_processors(arguments, process)
             if process:
                 plan = policy_process_plan(arguments, functions, kind, self._sync, affinity)
-                self._start(plan, _make_backend(arguments, driver))
+                self._start(plan, _make_backend(arguments, driver, "policy process"))
             else:
                 self._start_here(central_plan(arguments, functions, self._sync, affinity), sizes)
             self.num_workers = len(functions)
@@ -237,7 +237,9 @@ class AsyncCollector(MultiCollector):
 _KINDS = {True: MultiSyncCollector, False: MultiAsyncCollector}
 
 
-def _make_backend(arguments: Arguments, affinity: Sequence[Processors] | None) -> MakeBackend:
+def _make_backend(
+    arguments: Arguments, affinity: Sequence[Processors] | None, worker_name: str = WORKER_NAME
+) -> MakeBackend:
     """Return the function that builds the backend that ``arguments`` name.
 
     Raises:
@@ -248,7 +250,7 @@ def _make_backend(arguments: Arguments, affinity: Sequence[Processors] | None) -
     if name in (None, "process", "multiprocessing"):
         threads, replaces = arguments["num_sub_threads"], arguments["on_failure"] == "relaunch"
         return lambda windows: ProcessBackend(
-            threads, start_timeout, replaces=replaces, affinity=affinity
+            threads, start_timeout, replaces=replaces, affinity=affinity, worker_name=worker_name
         )
     if affinity is not None:
         raise ConfigError(f"worker_affinity needs workers in processes, not backend={name!r}")

@@ -183,7 +183,7 @@ class Collection:
         for worker, report in reports.items():
             for counter, text in report.mishaps:
                 self.mishaps[counter] += 1
-                where = f"in worker {worker}, " if self._several else ""
+                where = f"in {self.engine.name_of(worker)}, " if self._several else ""
                 self.engine.mishaps.append((counter, f"{where}{text}"))
                 warn(f"{where}{text}")
 
@@ -300,9 +300,8 @@ class Collection:
     def status(self) -> Mapping[str, Any]:
         """Return the values that ``gleanrl top`` shows."""
         status = self.watching.status(self.describe(), self.stats("both"))
-        return (
-            {**status, "hosts": [h for _, h in self.engine.processes]} if self._several else status
-        )
+        hosts = {self._prefix(w): host for w, (_, host) in enumerate(self.engine.processes)}
+        return {**status, "hosts": hosts} if self._several else status
 
     def stats(
         self, workers: str = "aggregate", *, timeout: float | None = None
@@ -321,7 +320,8 @@ class Collection:
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,
-                …) or ``"both"``. ``"workers"`` and ``"workers_alive"`` are always there.
+                …; of a policy process ``policy_process/frames``) or ``"both"``. ``"workers"`` and
+                ``"workers_alive"`` are always there.
             timeout: Accepted for compatibility; the call sends nothing to workers.
 
         Raises:
@@ -345,7 +345,8 @@ class Collection:
                 "pid": self.engine.processes[worker][0],
                 **self.watching.measures.stats(worker),
             }
-            stats |= {f"worker_{worker}/{name}": value for name, value in own.items()}
+            prefix = self._prefix(worker)
+            stats |= {f"{prefix}/{name}": value for name, value in own.items()}
         return stats
 
     def _env_workers(self, each: bool) -> dict[str, int | float | bool]:
@@ -425,3 +426,7 @@ class Collection:
         self.engine.discards = Counter(state["discards"])
         self.engine.gather.dropped = int(state["dropped"])
         self._unfinished = int(state["unfinished"]) - self.pipeline.discarded
+
+    def _prefix(self, worker: int) -> str:
+        """Return how the names of the worker's statistics begin."""
+        return self.engine.name_of(worker).replace(" ", "_")

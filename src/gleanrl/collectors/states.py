@@ -104,7 +104,7 @@ def unverified(collection: Collection, allow_pickle: bool) -> str | None:
         limit = (3 + 2 * len(given)) * CHECK_TIMEOUT_S
         for worker, found in engine.request_each(commands, limit).items():
             if found is not None:
-                return str(found) if plan.in_process else f"in worker {worker}, {found}"
+                return str(found) if plan.in_process else f"in {engine.name_of(worker)}, {found}"
     return None
 
 

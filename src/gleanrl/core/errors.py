@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+WORKER_NAME = "worker {}"
+"""The usual name of a worker in messages; ``{}`` stands for its number."""
 _LIBRARIES = frozenset({"cloudpickle", "numpy", "tensordict", "torch", *sys.stdlib_module_names})
 """Modules that this library calls as users do, so that an error may be the fault of either."""
 
@@ -82,7 +84,7 @@ class WorkerDied(GleanError, RuntimeError):
     """A worker process ended without a command to end."""
 
     worker: int | None
-    """The index of the worker, if it was a worker."""
+    """The index of the worker, if it was a worker with a number."""
 
     def __init__(self, *args: object, worker: int | None = None) -> None:
         super().__init__(*args)

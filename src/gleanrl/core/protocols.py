@@ -300,6 +300,10 @@ class Backend(Protocol):
     """Starts workers and carries `Command`s to them and `Reply`s back."""
 
     @property
+    def worker_name(self) -> str:
+        """The name of a worker in messages; ``{}`` in it stands for its number."""
+
+    @property
     def memory(self) -> SharedMemory | None:
         """The memory of rollouts, ``None`` for private memory."""
 

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,7 +16,13 @@ from typing import Any, Protocol, TypeAlias
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, WorkerDied
+from gleanrl.core.errors import (
+    WORKER_NAME,
+    ClosedError,
+    CollectorTimeout,
+    GleanError,
+    WorkerDied,
+)
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import warn
 from gleanrl.core.platforms import naming_limits
@@ -66,7 +73,7 @@ class Ticket:
     @property
     def error(self) -> BaseException | None:
         """What the worker raised, or the reason for a missing reply."""
-        return self.reply.error if isinstance(self.reply, m.Failed) else self.lost
+        return self.reply.error if isinstance(self.reply, m.Failed) else copy(self.lost)
 
 
 class Replacing(Protocol):
@@ -124,8 +131,8 @@ class Session:
         self.workers = count = len(factories)
         self.joining = set(range(count))
         """Workers that are expected to come up: at first all, later replacements."""
-        self.newest_losses: deque[tuple[float, int, str]] = deque(maxlen=_LOSSES)
-        """Losses: time (seconds since the epoch), worker and error."""
+        self.newest_losses: deque[tuple[float, str, str]] = deque(maxlen=_LOSSES)
+        """Losses: time (seconds since the epoch), name of the worker, and error."""
         self.mishaps: deque[m.Mishap] = deque(maxlen=_LOSSES)
         """The newest losses and replacements, for a collector around this one."""
         self.standing: dict[str, m.Command] = {}
@@ -143,7 +150,7 @@ class Session:
         self._open: dict[int, Ticket] = {}
         self._number = self._arrivals = 0
         self.lost: dict[int, WorkerDied | CollectorTimeout] = {}
-        """The errors of lost workers, first lost first."""
+        """The errors of lost workers, first lost first; copies of them are raised."""
         self.changes = 0
         """Commands that failed, and workers that were lost or replaced, counted at each notice."""
         self._failures: list[BaseException] = []
@@ -298,7 +305,7 @@ class Session:
         for worker, command in commands.items():
             tickets[worker] = ticket = self.send(worker, command)
             if ticket.lost is not None and not self.can_continue:
-                raise ticket.lost
+                raise copy(ticket.lost)
         for worker, ticket in tickets.items():
             while ticket.due:
                 # Rollouts that it may be in the middle of are not held against the command.
@@ -478,7 +485,7 @@ class Session:
             self.last_reply[worker] = now
         if silent:
             warn(
-                f"still waiting for workers {silent}, which live but have not replied for "
+                f"still waiting for {self._names(silent)}, which live but have not replied for "
                 f"{_NOTICE_S:.0f} s; timeout= bounds how long a rollout may take"
             )
 
@@ -497,8 +504,16 @@ class Session:
 
     @property
     def first_loss(self) -> WorkerDied | CollectorTimeout:
-        """The error of the worker that was lost first."""
-        return next(iter(self.lost.values()))
+        """The error of the worker that was lost first, to be raised."""
+        return copy(next(iter(self.lost.values())))
+
+    def name_of(self, worker: int) -> str:
+        """Return the name of ``worker`` in messages."""
+        return self.backend.worker_name.format(worker)
+
+    def _names(self, workers: list[int]) -> str:
+        name = self.backend.worker_name
+        return f"workers {workers}" if name == WORKER_NAME else name
 
     @property
     def losses(self) -> int:
@@ -516,7 +531,7 @@ class Session:
         if failure is not None and first:
             self._failures.append(failure)
         elif failure is not None:
-            text = f"the replacement of worker {worker} failed: {failure}"
+            text = f"the replacement of {self.name_of(worker)} failed: {failure}"
             self._lose(worker, WorkerDied(text, worker=worker))
 
     def is_up(self, worker: int) -> bool:
@@ -542,7 +557,8 @@ class Session:
             except Exception as err:
                 return err
             self.changes += 1
-            self._tell("relaunches", f"worker {worker} was replaced and takes part again")
+            name = self.name_of(worker)
+            self._tell("relaunches", f"{name} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
         self.lost.pop(worker, None)
@@ -552,11 +568,14 @@ class Session:
 
     def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
         """Count ``workers``, which did not do their ``task``, as lost."""
-        error = CollectorTimeout(f"workers {workers} did not {task} within {deadline.seconds} s")
+        late = self._names(workers)
+        error = CollectorTimeout(f"{late} did not {task} within {deadline.seconds} s")
         for worker in workers:
             self._lose(worker, error)
 
     def _lose(self, worker: int, error: WorkerDied | CollectorTimeout) -> None:
+        # What is kept holds no frames, which would keep all alive: only copies of it are raised.
+        error = copy(error)
         close = self._ending.get(worker)
         told_to_end = close is not None and close.reply is not None
         new = not told_to_end and (worker not in self.lost or worker in self.joining)
@@ -565,18 +584,17 @@ class Session:
         for ticket in [t for t in self._open.values() if t.worker == worker]:
             ticket.lost, ticket.over = error, over
             del self._open[ticket.number]
-        if not new:  # its tickets keep the error, which must keep no frames
-            error.__traceback__ = error.__context__ = None
+        if not new:
             return
+        if isinstance(error, WorkerDied) and self.backend.worker_name != WORKER_NAME:
+            error.worker = None
         self.lost[worker] = error
         self.changes += 1
         if self.tells:
-            self.newest_losses.append((time.time(), worker, str(error)))
+            self.newest_losses.append((time.time(), self.name_of(worker), str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
         if self.can_continue:
-            # It is kept but not raised: it must keep no frames, and with them nothing alive.
-            error.__traceback__ = error.__context__ = None
             goes_on = "waits" if self.needs_all else "continues without it"
             self._tell("workers_lost", f"collection {goes_on}{more}: {error}")
         elif more:
@@ -633,5 +651,8 @@ class Session:
         self.backend.stop(max(0.5, deadline.left))
         if tolerant:  # now as before
             errors = [err for err in errors if not isinstance(err, WorkerDied)]
-        if errors and raise_on_error:
-            raise errors[0]
+        try:
+            if errors and raise_on_error:
+                raise errors[0]
+        finally:
+            errors.clear()  # they refer to this frame

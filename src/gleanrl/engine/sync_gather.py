@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from tensordict import TensorDictBase
@@ -173,7 +174,7 @@ class SyncGather(Gather):
         for ticket in begun.tickets:
             blank = ticket.lost is not None and ticket.over and self._blanks and session.alive
             if ticket.error is not None and not (blank or self._replaced(ticket)):
-                failures.append(session.lost.get(ticket.worker, ticket.error))
+                failures.append(copy(session.lost.get(ticket.worker)) or ticket.error)
         failures = failures or session.take_failures()
         if failures:
             begun.deadline = Deadline(_EXIT_GRACE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,8 @@ class AsyncPool(VectorAdapter):
             self.ids = np.zeros((window.steps + 1, self.num_envs), np.int64)
         self.ids[0] = self.at_hand
         if self._resets.by_id:
-            step = self._step
-            self._step = lambda actions: step(actions, self.at_hand)
+            step, own = self._step, weakref.proxy(self)  # a cycle would keep memory
+            self._step = lambda actions: step(actions, own.at_hand)
 
     def step(self, t: int) -> None:  # type: ignore[override]  # as pools do
         self.at_hand = self.ids[t + 1] = self._advance(t)["env_id"]

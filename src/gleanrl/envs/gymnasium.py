@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, TypeAlias
@@ -131,7 +132,7 @@ class GymnasiumEnv(WindowEnv):
         first = self.envs[0]
         super().__init__(first.observation_space, first.action_space, batch_shape, options)
         self.face = face
-        self._calls = _StepCalls(self.envs, self._check)
+        self._calls = _StepCalls(self.envs, self._writers)
         self._steps: list[Callable[[Any], Any]] = []
         self._seeds = list(seeds or [None] * len(self.envs))
         self.rewards: list[Sequence[Any]] = []
@@ -256,10 +257,6 @@ class GymnasiumEnv(WindowEnv):
 
     # -- resets ----------------------------------------------------------------------------------
 
-    def _check(self, env: int, observation: Any, info: Any) -> None:
-        for writer in self._writers:
-            writer.read(env, (observation, info))
-
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         for env in range(len(self.envs)) if envs is None else envs:
             returned = self._reset_one(env, options or None)
@@ -362,10 +359,9 @@ class _StepCalls:
     before any environment is called again.
     """
 
-    def __init__(self, envs: Sequence[Any], check: Callable[[int, Any, Any], None]) -> None:
-        """Look nothing up yet; ``check`` gets the index, observation and ``info`` of each once."""
-        self.envs = envs
-        self._check = check
+    def __init__(self, envs: Sequence[Any], writers: Sequence[FieldWriter]) -> None:
+        """Look nothing up yet; ``writers`` check observation and ``info`` of each once."""
+        self.envs, self._writers = envs, writers
         self._first_results: dict[int, Any] = {}
         """Kept until all have returned, because released memory would look like shared memory."""
         self._seen_all = False
@@ -386,14 +382,16 @@ class _StepCalls:
 
     def _call(self, index: int) -> Call:
         if not (self._seen_all or index in self._first_results):
-            return functools.partial(self._first, index)
+            # Bound to a proxy, as a cycle would keep the memory of rollouts.
+            return functools.partial(_StepCalls._first, weakref.proxy(self), index)
         step: Call = self.envs[index].step
         return (lambda action: owned(step(action))) if self._copies else step
 
     def _first(self, index: int, action: Any) -> Any:
         result = self.envs[index].step(action)
         _check_result(index, result)
-        self._check(index, result[0], result[4])
+        for writer in self._writers:
+            writer.read(index, (result[0], result[4]))
         self._copies |= isinstance(result[1], torch.Tensor)
         self._first_results[index] = result
         if len(self._first_results) == len(self.envs):

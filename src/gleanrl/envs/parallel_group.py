@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from gleanrl.core.errors import ConfigError, EnvError
+from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.messages import WindowRef
@@ -399,8 +399,12 @@ class EnvGroup:
     def random_steps(self, steps: int) -> TensorDictBase:
         """Take steps by random actions; return them, ``[environments, steps]``."""
         (env, data), taken = self._apart(), []
-        for _ in range(steps):
-            finished, data = env.step_and_maybe_reset(env.rand_action(data))
+        for t in range(steps):
+            try:
+                finished, data = env.step_and_maybe_reset(env.rand_action(data))
+            except Exception as err:
+                note(err, f"this was step {t} of {steps} random ones")
+                raise
             taken.append(finished)
         return torch.stack(taken, 1)
 

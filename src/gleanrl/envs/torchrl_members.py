@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import sched_yield
+from socket import AF_UNIX, SOCK_DGRAM, socket
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -28,9 +30,13 @@ FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
 BY_PARTS = "_workers_by_parts"
 """The attribute of a ``ParallelEnv`` with the ids of workers that step by parts if they can."""
-EXPLAIN = ("explain", None)
-"""The command to such a worker to say how it steps."""
-_EXPLAIN_S = 10.0
+EXPLAIN = "explain how it steps"
+"""The command to such a worker, with the address of the socket for its answer.
+
+An answer through TorchRL's pipe that came late would be read as that of TorchRL's next question.
+"""
+_EXPLAIN_S, _MOST_BYTES = 10.0, 1 << 16
+"""Seconds that it has to answer, and how long the answer can be."""
 _LOOKING_S = 0.01
 """Seconds in which answers are looked for before TorchRL waits for them."""
 _NOTHING: tuple[int, ...] = ()
@@ -129,10 +135,12 @@ class WorkerMembers:
         text = f"ParallelEnv of {count}, whose workers are told to step without TensorDicts"
         how = "called as it is"
         if [worker.pid for worker in held.get("_workers", ())] == held.get(BY_PARTS):
-            channel, how = held["parent_channels"][0], "worker 0 did not say"
-            with contextlib.suppress(OSError, EOFError):  # it has ended
-                channel.send(EXPLAIN)
-                how = channel.recv() if channel.poll(_EXPLAIN_S) else how
+            how = "worker 0 did not say"
+            with contextlib.suppress(OSError), socket(AF_UNIX, SOCK_DGRAM) as answer:
+                answer.settimeout(_EXPLAIN_S)
+                answer.bind(f"\0gleanrl-{uuid4()}")
+                held["parent_channels"][0].send((EXPLAIN, answer.getsockname()))
+                how = answer.recv(_MOST_BYTES).decode()
         return f"{text}\n  in a worker: " + how.replace("\n", "\n  ")
 
     def begin(self, window: Window) -> None:

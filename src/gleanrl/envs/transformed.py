@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -102,7 +104,8 @@ class TransformedRows(TensorDictRows):
         except Unproven as err:
             self.why = str(err)
         if self.why:
-            self._step = self._step_plainly
+            # Bound to a proxy, as a cycle would keep the memory of rollouts.
+            self._step = MethodType(type(self)._step_plainly, weakref.proxy(self))
             super().begin(window, carry)
             root = self.handle.root.copy()  # recorded steps leave it behind
             for key in self._seen:

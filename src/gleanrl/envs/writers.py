@@ -7,6 +7,7 @@ all of its environments.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,13 +122,15 @@ class LeafWriter(FieldWriter):
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
             self._get = operator.itemgetter(leaf.path[0])
-        self._specialise()
+        kind: Any = type(self)
+        if (write := self._special_write()) is not None:
+            self.__class__ = _writing(kind, write)
 
-    def _specialise(self) -> None:
+    def _special_write(self) -> Any:
+        """Return the method that takes the place of `write`, if one does."""
         if self._field.nbytes >= _DIRECT_NBYTES:
-            self.write = self._write_each  # type: ignore[method-assign]  # for big rows
-        elif self._get is None and not self._changes:
-            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
+            return type(self)._write_each
+        return None if self._get is not None or self._changes else type(self)._write_plain
 
     def _write_plain(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write observations that are the array itself and keep their dtype."""
@@ -229,6 +232,15 @@ class LeafWriter(FieldWriter):
             ) from err
 
 
+@functools.cache
+def _writing(kind: Any, write: Any) -> Any:
+    """Return ``kind`` with another ``write``.
+
+    An instance with a bound method of its own would keep itself, and the memory of rollouts.
+    """
+    return type(kind.__name__, (kind,), {"write": write})
+
+
 def _name(where: int | str) -> str:
     return where if isinstance(where, str) else f"environment {where}"
 
@@ -248,9 +260,8 @@ class VectorLeafWriter(LeafWriter):
     read = FieldWriter.read
     _who = "the vector environment"
 
-    def _specialise(self) -> None:
-        if self._get is None:
-            self.write = self._write_plain  # type: ignore[method-assign]  # the usual case
+    def _special_write(self) -> Any:
+        return None if self._get is not None else type(self)._write_plain
 
     def _write_plain(self, t: int, observations: Any, infos: Any) -> None:
         rows, shape = observations, self._rows_shape

@@ -6,6 +6,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -52,6 +53,8 @@ _LOOK_MS = 50
 """Milliseconds after which the workers are looked at again."""
 _SOON_MS = 5
 """The same while a replacement is expected."""
+_NEEDED = "; on_failure='continue' begins when every environment has been reset once, because the "
+_NEEDED += "first call of the policy and the layout of batches need all of them"
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()
@@ -280,6 +283,11 @@ class EnvWorkers:
         life = self.session.lives[worker]
         return [call for group in self._served[worker] for call in group.standing_of(worker, life)]
 
+    @property
+    def were_reset(self) -> bool:
+        """Whether all environments have shown an observation."""
+        return all(group._was_reset for group in self.groups)
+
     # -- the end ---------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
@@ -312,7 +320,8 @@ class _EnvReplacements(Replacements):
         super().__init__(workers.session, allowed or (0, None), commands)
 
     def replace(self, worker: int) -> str:
-        more = super().replace(worker) if self._replaces else ""
+        more = "" if self._workers.were_reset else _NEEDED
+        more = super().replace(worker) if self._replaces else more
         self._workers.lost(worker)
         return more
 
@@ -540,7 +549,7 @@ class WorkerGroup:
     def was_reset(self) -> None:
         """Note that all environments have shown an observation; then workers may be missing."""
         self._was_reset = True
-        if all(group._was_reset for group in self.workers.groups):
+        if self.workers.were_reset:
             self.workers.session.needs_all = self.workers.needs_all
 
     # -- orders ----------------------------------------------------------------------------------
@@ -638,7 +647,7 @@ class WorkerGroup:
     def _check_there(self) -> None:
         """Raise the error of the first member if all are lost for good."""
         if self._missing.issuperset(self.members):
-            raise self.workers.session.lost[self.members[0]]
+            raise copy(self.workers.session.lost[self.members[0]])
 
     def begin_anew(self, worker: int) -> None:
         """Order a replacement to begin, in place of the order under way."""

@@ -10,7 +10,13 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, GleanError, name_worker
+from gleanrl.core.errors import (
+    WORKER_NAME,
+    ClosedError,
+    CollectorTimeout,
+    GleanError,
+    name_worker,
+)
 from gleanrl.core.protocols import InlineSource, SharedMemory, SourceFactory, Stop
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker_loop import OpenWindow, Worker
@@ -19,7 +25,7 @@ from gleanrl.transport.worker_loop import OpenWindow, Worker
 class InlineBackend:
     """Runs a command when its reply is received, in the order of workers in processes."""
 
-    inline = True
+    inline, worker_name = True, WORKER_NAME
 
     def __init__(
         self, open_window: OpenWindow, stop: Stop | None = None, *, apart: bool = False

@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
@@ -217,8 +218,8 @@ class JointBackend(InlineBackend):
         try:
             under_way[0].source.wait(left)
         except Exception as err:  # a worker is lost, and all others with it
-            for rollout in under_way:
-                self._continue(rollout, err)
+            for rollout in under_way:  # each has an error of its own, as one of them is raised
+                self._continue(rollout, copy(err))
 
 
 class BoundedJointBackend(JointBackend):

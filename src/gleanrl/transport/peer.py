@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import ClosedError, CollectorTimeout, WorkerDied
+from gleanrl.core.errors import WORKER_NAME, ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core.platforms import require_linux
 from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.wire import CommandWriter, reply_in
@@ -59,7 +59,7 @@ class RemoteBackend(ABC, Generic[P]):
     frames into `_arrived`), and what became of a worker that is gone (`_exit_reason`).
     """
 
-    inline = False
+    inline, worker_name = False, WORKER_NAME
     memory: Any = None
     _looks_first = False
     """Whether `receive` first receives without waiting, so that silence counts from then on."""
@@ -116,12 +116,12 @@ class RemoteBackend(ABC, Generic[P]):
             WorkerDied: a worker is gone.
         """
         if self._arrived and (frame := self._next()) is not None:
-            return reply_in(frame)
+            return reply_in(frame, self.worker_name)
         deadline, wait = Deadline(timeout), 0.0 if self._looks_first else timeout
         while True:
             soon = self._poll(wait)
             if (frame := self._next()) is not None:
-                return reply_in(frame)
+                return reply_in(frame, self.worker_name)
             if deadline.expired:
                 raise CollectorTimeout(f"no worker replied within {timeout} s")
             wait = deadline.timeout if soon is None else min(soon, deadline.left)
@@ -134,7 +134,7 @@ class RemoteBackend(ABC, Generic[P]):
         """Forget ``peer``, which is gone; return the error that says so."""
         text = self._exit_reason(peer, reason)  # first: an interrupt must not lose the news
         self._drop(peer)
-        return WorkerDied(f"worker {peer.index} {text}", worker=peer.index)
+        return WorkerDied(f"{self.worker_name.format(peer.index)} {text}", worker=peer.index)
 
     def no_end_noticed(self) -> bool:
         """Return False: only `receive` can tell."""

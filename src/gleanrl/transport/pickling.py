@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import WORKER_NAME, ConfigError
 from gleanrl.core.protocols import Source, SourceFactory
 from gleanrl.envs.registrations import Registrations, registrations
 from gleanrl.memory.shared import check_memory
@@ -89,13 +89,13 @@ class _Capturing(_Pickler):
         return super().reducer_override(obj)
 
 
-def pickled_each(factories: Sequence[SourceFactory]) -> list[bytes]:
+def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME) -> list[bytes]:
     """Return the factory of every worker as bytes.
 
     Raises:
         ConfigError: one cannot be sent, or there is no memory for all of them, here and in workers.
     """
-    first = pickled(0, factories[0])
+    first = pickled(0, factories[0], worker_name)
     count = len(factories)
     advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"
     check_memory(
@@ -108,16 +108,16 @@ def pickled_each(factories: Sequence[SourceFactory]) -> list[bytes]:
     return [first, *rest]
 
 
-def pickled(worker: int, factory: SourceFactory) -> bytes:
+def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
         return _dump(Registering(registrations(_dump), factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
         raise ConfigError(
-            f"what worker {worker} needs cannot be sent to a process: {where or 'it'} "
-            f"({type(cause).__name__}: {cause}); make it inside create_env_fn or policy_factory, "
-            "which run in the worker"
+            f"what {worker_name.format(worker)} needs cannot be sent to a process: "
+            f"{where or 'it'} ({type(cause).__name__}: {cause}); make it inside create_env_fn or "
+            "policy_factory, which run in the worker"
         ) from err
 
 

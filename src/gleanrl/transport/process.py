@@ -18,7 +18,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core.affinity import Processors
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import CollectorTimeout, WorkerDied
+from gleanrl.core.errors import WORKER_NAME, CollectorTimeout, WorkerDied
 from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.memory.shared import SharedMemory, check_memory
 from gleanrl.transport.authenticated_channel import Channel
@@ -73,6 +73,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         *,
         replaces: bool = False,
         affinity: Sequence[Processors] | None = None,
+        worker_name: str = WORKER_NAME,
     ) -> None:
         """Start nothing yet.
 
@@ -82,8 +83,10 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
                 build its environments.
             replaces: Whether `replace` will be called: then what workers start from is kept.
             affinity: The processors that each worker may use; all by default.
+            worker_name: See `Backend`.
         """
         super().__init__()
+        self.worker_name = worker_name
         self._threads, self._start_timeout = threads, start_timeout
         self._replaces, self._affinity = replaces, affinity
         self._factories: list[bytes] = []
@@ -118,7 +121,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        waiting = deque(pickled_each(factories))
+        waiting = deque(pickled_each(factories, self.worker_name))
         self._factories = list(waiting) if self._replaces else []
         self.pids = [0] * len(waiting)
         for worker in range(len(waiting)):
@@ -145,13 +148,14 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             try:
                 self._fork(worker, self._factories[worker], life)
             except (WorkerDied, CollectorTimeout, OSError) as err:
-                raise WorkerDied(f"worker {worker} was not replaced: {err}", worker=worker) from err
+                text = f"{self.worker_name.format(worker)} was not replaced: {err}"
+                raise WorkerDied(text, worker=worker) from err
             self._building[worker] = Deadline(self._start_timeout)
         for worker, deadline in self._building.items():
             if deadline.expired:
                 raise WorkerDied(
-                    f"the replacement of worker {worker} did not build its environments within "
-                    f"{self._start_timeout} s",
+                    f"the replacement of {self.worker_name.format(worker)} did not build its "
+                    f"environments within {self._start_timeout} s",
                     worker=worker,
                 )
         waits = [due - now for due, _ in self._due.values()]

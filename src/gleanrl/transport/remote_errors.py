@@ -47,16 +47,16 @@ class RemoteError:
         return cls(pickled, type(error).__qualname__, message, text, notes, bool(headline))
 
 
-def raised(worker: int, remote: RemoteError) -> BaseException:
-    """Return what a worker raised as an error of both its own class and `WorkerError`."""
+def raised(worker: str, remote: RemoteError) -> BaseException:
+    """Return what ``worker`` raised as an error of both its own class and `WorkerError`."""
     said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
-    headline = f"worker {worker}{':' if remote.passed_on else ''} {said}"
+    headline = f"{worker}{':' if remote.passed_on else ''} {said}"
     text = headline
     if "\n  File " in remote.traceback:  # without frames it is the message once more
-        text += f"\n\nTraceback in worker {worker}:\n{remote.traceback}"
+        text += f"\n\nTraceback in {worker}:\n{remote.traceback}"
     plain = WorkerError(text)
     plain.headline = headline
-    notes = [f"worker {worker}: {note}" for note in remote.notes]
+    notes = [f"{worker}: {note}" for note in remote.notes]
     for note in notes:
         plain.add_note(note)
     if remote.error is None:

@@ -123,10 +123,15 @@ def _in_copy(call: Callable[[], str | None]) -> str | None:
     return said
 
 
+def _late(*_: object) -> None:
+    """Interrupt a step, so that the error names it; a call that cannot be interrupted is killed."""
+    raise TimeoutError(f"not over after {CHECK_TIMEOUT_S:g} s")
+
+
 def _answer(call: Callable[[], str | None], writing: int) -> None:
     """Write the result of ``call`` and end this process, which is the copy; never returns."""
     try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, _late)
         signal.setitimer(signal.ITIMER_REAL, CHECK_TIMEOUT_S)
         torch.set_num_threads(1)  # those of a pool are not in the copy
         with warnings.catch_warnings():
@@ -135,7 +140,8 @@ def _answer(call: Callable[[], str | None], writing: int) -> None:
     except ClosedError:
         said = f"{_UNCHECKED}: {_INSIDE}"
     except BaseException as err:
-        said = f"{_UNCHECKED}: {type(err).__name__}: {err}"
+        said = "; ".join([f"{type(err).__name__}: {err}", *getattr(err, "__notes__", ())])
+        said = f"{_UNCHECKED}: {said}"
     finally:
         try:
             os.write(writing, pickle.dumps(said and said[: _MOST_BYTES // 5]))

@@ -25,7 +25,7 @@ import struct
 import cloudpickle
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import GleanError, error_text
+from gleanrl.core.errors import WORKER_NAME, GleanError, error_text
 from gleanrl.transport.authenticated_channel import ForgedFrameError
 from gleanrl.transport.pickling import dumps
 from gleanrl.transport.remote_errors import RemoteError, raised
@@ -154,7 +154,7 @@ def _pickled_reply(frame: bytes) -> m.Reply:
     return reply
 
 
-def reply_in(frame: bytes) -> m.Reply:
+def reply_in(frame: bytes, worker_name: str = WORKER_NAME) -> m.Reply:
     """Return the reply in ``frame``; one that cannot be loaded becomes the command's failure."""
     if frame[:1] == _R:
         found = _ROLLED.unpack_from(frame)
@@ -167,12 +167,13 @@ def reply_in(frame: bytes) -> m.Reply:
         reply = _pickled_reply(frame)
     except Exception as err:  # of the user's objects
         ticket, worker = head_of(frame)
-        problem = f"the answer of worker {worker} cannot be loaded here"
+        problem = f"the answer of {worker_name.format(worker)} cannot be loaded here"
         advice = "ask for an attribute that can be unpickled in the learner's process"
         return _failed(worker, ticket, err, problem, advice)
     if isinstance(reply, m.Failed):
         worker = reply.worker
-        return m.Failed(worker, reply.ticket, raised(worker, reply.error))  # type: ignore[arg-type]
+        error = raised(worker_name.format(worker), reply.error)  # type: ignore[arg-type]
+        return m.Failed(worker, reply.ticket, error)
     return reply
 
 

@@ -101,7 +101,7 @@ class History:
         if shares := _shares(stats):
             parts.append(Shares("Workers' time", shares))
         rows = [
-            (f"{datetime.fromtimestamp(when):%d %b %H:%M:%S}", str(worker), why.splitlines()[0])
+            (f"{datetime.fromtimestamp(when):%d %b %H:%M:%S}", worker, why.splitlines()[0])
             for when, worker, why in losses
         ]
         if rows:

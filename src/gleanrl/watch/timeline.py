@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -32,8 +32,8 @@ class Timeline:
     the sum of each is shown as one slice, one after the other.
     """
 
-    def __init__(self, path: str | Path, title: str, workers: int) -> None:
-        """Begin a trace of ``workers`` workers.
+    def __init__(self, path: str | Path, title: str, workers: Sequence[str]) -> None:
+        """Begin a trace of ``workers``, which are named.
 
         Raises:
             OSError: the file cannot be written.
@@ -43,13 +43,13 @@ class Timeline:
         self._began = monotonic()
         self._flush_at = self._began
         self._delivered = self._began
-        self._ended = [self._began] * workers
+        self._ended = [self._began] * len(workers)
         """Per worker, the end of its last event in the trace."""
         self._shifts: dict[int, float] = {}
-        self._loaded: list[int | None] = [None] * workers
+        self._loaded: list[int | None] = [None] * len(workers)
         self._pid = os.getpid()
         self._file.write("[\n" + self._meta("process_name", 0, {"name": title}))
-        for tid, name in enumerate(["learner", *(f"worker {i}" for i in range(workers))]):
+        for tid, name in enumerate(["learner", *workers]):
             self._file.write(self._meta("thread_name", tid, {"name": name}))
             self._file.write(self._meta("thread_sort_index", tid, {"sort_index": tid}))
 

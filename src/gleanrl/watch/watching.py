@@ -179,7 +179,8 @@ class Watching:
         """
         if self._timeline is not None:
             raise RuntimeError("a timeline of this collector is being written: end that one first")
-        self._timeline = trace = Timeline(path, self._name, self._engine.workers)
+        names = [self._engine.name_of(worker) for worker in range(self._engine.workers)]
+        self._timeline = trace = Timeline(path, self._name, names)
         try:
             yield
         finally:
