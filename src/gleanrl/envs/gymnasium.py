@@ -19,12 +19,11 @@ from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, close_all
-from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.unmodified import remembered, unmodified
 from gleanrl.envs.validation import (
     check_flag,

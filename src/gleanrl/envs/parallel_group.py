@@ -26,14 +26,13 @@ from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.plain_state import save_state
 from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
+from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
-from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.tensordict import (
     EnvMetaData,
     TensorDictHandle,
