@@ -19,7 +19,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, Key, format_key, next_key
-from gleanrl.core.layout import EnvLayout
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
@@ -54,6 +54,17 @@ _INSTEAD = (
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
 )
 
+SHARED = (
+    Field(("order",), (3,), torch.int64),
+    Field(("reset_s",), (), torch.float64),
+    Field(("cut",), (), torch.bool),
+    Field(("ended",), (), torch.bool),
+    Field(("anew",), (), torch.bool),
+)
+"""The fields of a window that learner and worker share besides steps: the number of the window to
+step in, the step and whether a step of the row resets; the seconds in resets, in the worker's first
+row; and whether an environment is truncated by the step, ended, or began anew without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowsInfo:
@@ -67,24 +78,6 @@ class RowsInfo:
     """The class of the user's environment."""
     can_cut: bool
     checks_actions: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPlaces:
-    """Where the small things of a worker's part of a group lie in the memory (bytes)."""
-
-    order: int
-    """Three int64: number of the window, step in it, and whether a step of the row resets."""
-    reset_s: int
-    """float64: seconds in resets."""
-    cut: int
-    """One bool per environment: whether the step truncates it."""
-    ended: int
-    """One bool per environment: whether it ended."""
-    anew: int
-    """One bool per environment: whether it began anew, without a step."""
-    envs: int
-    """Environments of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +257,11 @@ class EnvGroup:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def share(self, places: SharedPlaces, row: WindowRef) -> None:
-        """Take the places of what is shared: the row of the `ParallelEnv`, which is window 0."""
+    def share(self, shared: WindowRef, row: WindowRef) -> None:
+        """Take the places of the fields `SHARED`, and of the row of the `ParallelEnv`, window 0."""
         found = self._memory.map()
-        self._order = np.frombuffer(found, np.int64, 3, places.order)
-        self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
-        self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
-        self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
-        self._anew = np.frombuffer(found, np.bool_, places.envs, places.anew)
+        fields = (map_window(found, shared).array(field.key)[:, 0] for field in SHARED)
+        self._order, self._reset_s, self._cut, self._ended, self._anew = fields
         self._row.bind(map_window(found, row))
 
     def open_carry(self, carry: WindowRef) -> None:
@@ -292,7 +282,7 @@ class EnvGroup:
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        number, t, resets = self._order.tolist()
+        number, t, resets = self._order[0].tolist()
         if number == 0:
             self._row.step_row(bool(resets))
             return False
@@ -312,7 +302,7 @@ class EnvGroup:
 
         A step of the row is followed by a reset if the learner wants that.
         """
-        number, t, resets = self._order.tolist()
+        number, t, resets = self._order[0].tolist()
         self._cut[:] = self._ended[:] = False
         self._anew[:] = True
         if number:
@@ -323,7 +313,7 @@ class EnvGroup:
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
         rollouts = self._rollouts
-        rollouts.finish(int(self._order[1]))
+        rollouts.finish(int(self._order[0, 1]))
         self._reset_s[0] = rollouts.rows.reset_s
         return False
 
