@@ -47,7 +47,7 @@ from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
 from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.memory.tensordicts import nest
+from gleanrl.memory.tensordicts import described, nest
 
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
@@ -566,13 +566,5 @@ def _misfit(found: Mapping[Key, Any], row: Mapping[Key, torch.Tensor]) -> str:
         if not (isinstance(came, torch.Tensor) and view is not None) or (
             (came.shape, came.dtype) != (view.shape, view.dtype)
         ):
-            return f"{format_key(key)} as {_say(came)}, its specs declare {_say(view)}"
+            return f"{format_key(key)} as {described(came)}, its specs declare {described(view)}"
     return ""
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    if isinstance(value, TensorDictBase):
-        return f"{type(value).__name__} of batch {tuple(value.batch_size)}, named {value.names}"
-    return "nothing" if value is None else f"{value!r:.60}, no tensor"
