@@ -26,6 +26,7 @@ from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.rehearsal import transformed_rows
 from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
@@ -44,7 +45,6 @@ from gleanrl.envs.tensordict import (
     widened,
 )
 from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
-from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import described, nest

@@ -21,18 +21,16 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
+from gleanrl.envs.recorded_or_called_transforms import Unproven, treatment, unproven_on_error
 from gleanrl.envs.tape import Tape, TapedWorker
 from gleanrl.envs.tensordict import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_members import FLAGS
 from gleanrl.envs.torchrl_parts import (
     Parts,
-    Unproven,
-    is_stateful,
     parts_of,
     tensors_of,
     twin_of,
-    unproven_on_error,
 )
 from gleanrl.envs.transformed import TransformedRows
 
@@ -70,7 +68,7 @@ def _prove(rows: TransformedRows) -> None:
         handle, other = (_twin(parts, tapes) for tapes in casts)
         twin = TransformedRows(other, parts_of(other.env), _believe)
         twin.pass_on(rows.passed)
-        stateful = any(map(is_stateful, parts.transforms))
+        stateful = any(treatment(part).stateful for part in parts.transforms)
         if stateful and not _places(parts).isdisjoint(_places(twin.parts)):
             raise Unproven("a copy of its transforms has memory in common with them")
         plain = TensorDictRows(handle)
@@ -155,7 +153,7 @@ def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
 
 def _places(parts: Parts) -> set[int]:
     """Return where tensors that transforms change lie."""
-    changing = filter(is_stateful, parts.transforms)
+    changing = (part for part in parts.transforms if treatment(part).stateful)
     return {tensor.data_ptr() for part in changing for tensor in tensors_of(part)}
 
 

@@ -20,8 +20,9 @@ from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.gym_transforms import wrapped
 from gleanrl.envs.gymnasium import GymnasiumEnv
+from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.tensordict import spec_fields, spec_trees
-from gleanrl.envs.torchrl_parts import Parts, Unproven, kept_rows
+from gleanrl.envs.torchrl_parts import Parts, kept_rows
 from gleanrl.envs.writers import CastingLeafWriter
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
