@@ -21,7 +21,7 @@ from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
 from gleanrl.envs.factory import is_built
 from gleanrl.envs.saved_state import load_batch, load_state, save_state
-from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor
+from gleanrl.envs.simulator_state import NeedsPickle, StateError, as_bytes, as_tensor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
 

@@ -19,20 +19,20 @@ from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, close_all
-from gleanrl.envs.row_env import EnvRows
-from gleanrl.envs.saved_state import load_state, save_state
-from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
-from gleanrl.envs.specs import Unbounded
-from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.unmodified import remembered, unmodified
-from gleanrl.envs.validation import (
+from gleanrl.envs.result_checks import (
     check_flag,
     check_reset,
     check_rewards,
     not_five,
     write_rewards,
 )
-from gleanrl.envs.writers import FieldWriter, InfoWriter, LeafWriter, info_fields
+from gleanrl.envs.result_writers import FieldWriter, InfoWriter, LeafWriter, info_fields
+from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.saved_state import load_state, save_state
+from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
+from gleanrl.envs.specs import Unbounded
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.unmodified import remembered, unmodified
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _NOTHING: tuple[int, ...] = ()

@@ -15,10 +15,10 @@ from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Env, SharedMemory
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
-from gleanrl.envs.tensordict import spec_fields, spec_groups, spec_trees
+from gleanrl.envs.tensordict_envs import spec_fields, spec_groups, spec_trees
 from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 

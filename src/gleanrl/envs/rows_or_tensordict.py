@@ -14,13 +14,13 @@ from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
+from gleanrl.envs.inside_torchrl_worker import start_workers
 from gleanrl.envs.recorded_or_called_transforms import Unproven
-from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting import RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
-from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
-from gleanrl.envs.torchrl_worker import start_workers
+from gleanrl.envs.tensordict_envs import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import is_vector_env, make_vector
 
 Made: TypeAlias = EnvRows | TensorDictHandle

@@ -27,7 +27,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.envs.simulators import NeedsPickle, StateError, as_bytes, as_tensor, simulator_of
+from gleanrl.envs.simulator_state import NeedsPickle, StateError, as_bytes, as_tensor, simulator_of
 from gleanrl.envs.state_kinds import (
     LINKS,
     Node,

@@ -24,8 +24,8 @@ from torch import nn
 
 from gleanrl.core.keys import Key, as_key
 from gleanrl.envs.recorded_or_called_transforms import Unproven, treatment
+from gleanrl.envs.rehearsal_stand_ins import Tape
 from gleanrl.envs.serial import SerialEnv
-from gleanrl.envs.tape import Tape
 from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.change_watch import Watch

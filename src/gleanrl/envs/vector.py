@@ -22,10 +22,10 @@ from gleanrl.core.options import GymOptions, OwnOptions, check_int
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
+from gleanrl.envs.result_checks import NUMBERS, check_reset, not_five, write_rewards
+from gleanrl.envs.result_writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
-from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _ALL = slice(None)

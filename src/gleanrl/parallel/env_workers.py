@@ -26,8 +26,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory
-from gleanrl.envs.parallel_group import SHARED
-from gleanrl.envs.parallel_worker import (
+from gleanrl.envs.inside_env_worker import (
     ANEW,
     BEGIN,
     ENDED,
@@ -37,7 +36,8 @@ from gleanrl.envs.parallel_worker import (
     LEAVE,
     EnvWorkerBuilder,
 )
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.inside_env_worker_group import SHARED
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.state_kinds import Node
 from gleanrl.memory.arena import Slab, map_window
 from gleanrl.memory.shared import SharedMemory

@@ -22,14 +22,14 @@ from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import EnvBase, close_all
+from gleanrl.envs.result_checks import NUMBERS, check_reset
+from gleanrl.envs.result_writers import LeafWriter
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.unmodified import remembered
-from gleanrl.envs.validation import NUMBERS, check_reset
-from gleanrl.envs.writers import LeafWriter
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)

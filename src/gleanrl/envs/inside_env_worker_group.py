@@ -27,14 +27,14 @@ from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.recorded_or_called_transforms import Unproven
-from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
-from gleanrl.envs.tensordict import (
+from gleanrl.envs.tensordict_envs import (
     EnvMetaData,
     TensorDictHandle,
     describe,

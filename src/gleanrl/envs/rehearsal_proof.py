@@ -22,8 +22,8 @@ from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
 from gleanrl.envs.recorded_or_called_transforms import Unproven, treatment, unproven_on_error
-from gleanrl.envs.tape import Tape, TapedWorker
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.rehearsal_stand_ins import Tape, TapedWorker
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_members import FLAGS
 from gleanrl.envs.torchrl_parts import (
@@ -32,7 +32,7 @@ from gleanrl.envs.torchrl_parts import (
     tensors_of,
     twin_of,
 )
-from gleanrl.envs.transformed import TransformedRows
+from gleanrl.envs.torchrl_rows import TransformedRows
 
 _STEPS = 10
 _MEMBERS = 3

@@ -15,7 +15,7 @@ from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
 from gleanrl.envs.recorded_step import RecordedStep
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_parts import Parts, parts_of
 

@@ -13,8 +13,8 @@ from typing import Any
 from gleanrl.core.keys import as_key, next_key
 from gleanrl.core.window import Window
 from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
-from gleanrl.envs.rehearsal import transformed_rows
-from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
+from gleanrl.envs.rehearsal_proof import transformed_rows
+from gleanrl.envs.tensordict_envs import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS
 from gleanrl.envs.torchrl_parts import waits_for_workers
 from gleanrl.operations.proofs import has_source
