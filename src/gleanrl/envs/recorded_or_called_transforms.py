@@ -140,10 +140,6 @@ class TransformProgram:
     """The transforms that are called, not recorded."""
     ops: OpRecorder
 
-    def reads(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a replay reads the memory of ``tensor``."""
-        return self.ops.reads(tensor)
-
 
 def record(
     methods: Iterable[Method],

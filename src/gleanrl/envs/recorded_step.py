@@ -294,9 +294,8 @@ class _Memory:
         self.ending = [(key, rows(step, key)) for key in flags]
         self.done = rows(step, DONE)
         self.after_reset = {key: rows(reset, key) for key in observed}
-        used = [
-            key for key in observed if step.reads(self.root[key]) or inverse.reads(self.root[key])
-        ]
+        programs = [step.ops, inverse.ops]
+        used = [key for key in observed if any(ops.reads(self.root[key]) for ops in programs)]
         self.kept_rows = {key: self.root_rows[key].numpy() for key in used}
         self.kept = [(self.kept_rows[key], rows(step, key)) for key in used]
 

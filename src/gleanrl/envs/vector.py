@@ -24,7 +24,6 @@ from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.result_checks import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.result_writers import VectorInfoWriter, VectorLeafWriter, VectorReset
-from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.state_kinds import Node
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
@@ -182,11 +181,12 @@ class VectorAdapter(WindowEnv):
         self._resets.seed(seed, static)
         return seed if static else seed + self.all_envs - 1
 
-    def snapshot(self, allow_pickle: bool = False) -> Node:
-        return save_state(self._resets.env, allow_pickle)
+    @property
+    def stateful(self) -> Any:  # a seed may make another one
+        return self._resets.env
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        load_state(self._resets.env, snapshot, allow_pickle)
+        super().resume(snapshot, allow_pickle)
         self._resets.forget_seed()
 
     def close(self) -> None:
