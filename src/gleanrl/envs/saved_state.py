@@ -133,16 +133,16 @@ class Loader:
         """Return the object of ``node``; ``present`` is the one that the environment has there."""
         if not isinstance(node, list):
             return node
-        name, *parts = node
-        if name == "same":
-            return self._found[parts[0]]
-        kind = _KINDS[name]
-        number = parts.pop(0) if kind.numbered else None
-        value = kind.load(self, parts, present, at)
-        if number is not None:
-            self.note(number, value)
-        if kind.fill is not None:
-            kind.fill(self, value, parts, present, at)
+        if node[0] == "same":
+            return self._found[node[1]]
+        _, load, fill, numbered = _KINDS[node[0]]
+        if not numbered:
+            return load(self, node[1:], present, at)
+        parts = node[2:]
+        value = load(self, parts, present, at)
+        self.note(node[1], value)
+        if fill is not None:
+            fill(self, value, parts, present, at)
         return value
 
     def later(self, call: Callable[..., Any], *args: Any, order: int = 1) -> None:
@@ -190,7 +190,7 @@ class _Kind(NamedTuple):
     fill: Callable[[Loader, Any, Any, Any, str], None] | None = None
     """Loads what is in that object, and may refer to it."""
     numbered: bool = True
-    """Whether other parts may refer to such an object."""
+    """Whether other parts may refer to such an object; only then it is filled."""
 
 
 # -- containers ------------------------------------------------------------------------------------
@@ -220,9 +220,10 @@ def _fill_items(loader: Loader, value: Any, parts: Any, present: Any, at: str) -
 
 
 def _immutable(make: Callable[[list[Any]], Any]) -> _Kind:
-    return _Kind(
-        _save_items, lambda *args: make(_items(args[0], args[1][0], *args[2:])), numbered=False
-    )
+    def load(loader: Loader, parts: Any, present: Any, at: str) -> Any:
+        return make(_items(loader, parts[0], present, at))
+
+    return _Kind(_save_items, load, numbered=False)
 
 
 def _save_pairs(saver: Saver, value: Any, at: str) -> list[Any]:
