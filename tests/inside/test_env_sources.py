@@ -8,7 +8,7 @@ from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 from gleanrl.envs import EnvCreator, GymEnv, ParallelEnv, SerialEnv
 from gleanrl.envs.serial import rows_of
-from gleanrl.envs.tensordict import is_tensordict_env, needs_carrier
+from gleanrl.envs.tensordict_envs import is_tensordict_env, needs_carrier
 
 
 def test_the_collector_can_take_out_what_is_inside():

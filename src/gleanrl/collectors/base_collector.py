@@ -41,7 +41,7 @@ from gleanrl.core.errors import ClosedError, ConfigError, WorkerError, for_users
 from gleanrl.core.options import check_int, limit, warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.watch.watching import Watching
 

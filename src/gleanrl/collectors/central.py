@@ -16,7 +16,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
-from gleanrl.envs.parallel_worker import MOST_GROUPS
+from gleanrl.envs.inside_env_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.parallel.parallel_env import ParallelEnv
 from gleanrl.policies.joint import JointPolicy

@@ -26,8 +26,7 @@ from gleanrl.collectors.state_types import explained
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.core.version import __version__
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.state_loading import load_state
+from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.memory import tensor_files
 
 _MAGIC = b"GleanRL collector state\n"

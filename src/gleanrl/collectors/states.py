@@ -19,9 +19,8 @@ from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.pipeline import frames_held
 from gleanrl.engine.replacing import reseeded
 from gleanrl.envs.factory import is_built
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.simulators import NeedsPickle, as_bytes, as_tensor
-from gleanrl.envs.state_loading import load_batch, load_state
+from gleanrl.envs.saved_state import load_batch, load_state, save_state
+from gleanrl.envs.simulator_state import NeedsPickle, as_bytes, as_tensor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
 

@@ -16,8 +16,7 @@ from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import warn
 from gleanrl.engine.sink import Sink
 from gleanrl.engine.trajectories import WholeTrajectories, split_trajectories
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.state_loading import load_batch
+from gleanrl.envs.saved_state import load_batch, save_state
 from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100

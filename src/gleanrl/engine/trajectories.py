@@ -26,8 +26,7 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.window import Array
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.state_loading import load_batch
+from gleanrl.envs.saved_state import load_batch, save_state
 from gleanrl.memory.tensordicts import indexable
 
 _INVALID = -1

@@ -12,7 +12,7 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.libs.gym import GymEnv, GymWrapper, set_gym_backend
 from gleanrl.envs.libs.pettingzoo import MarlGroupMapType, PettingZooEnv, PettingZooWrapper
 from gleanrl.envs.serial import SerialEnv
-from gleanrl.envs.tensordict import EnvMetaData
+from gleanrl.envs.tensordict_envs import EnvMetaData
 
 if TYPE_CHECKING:
     from gleanrl.parallel.parallel_env import EnvCreator, ParallelEnv

@@ -13,7 +13,8 @@ from gymnasium.vector import AutoresetMode
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import OwnOptions, check_int
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.result_writers import VectorReset
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.vector import (
     EnvPoolResets,
@@ -21,7 +22,6 @@ from gleanrl.envs.vector import (
     VectorResets,
     is_envpool,
 )
-from gleanrl.envs.writers import VectorReset
 
 
 class AsyncPool(VectorAdapter):

@@ -16,7 +16,7 @@ from gleanrl.core.errors import ConfigError, EnvError, for_users
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int, read_device
 from gleanrl.envs.specs import Binary, Composite, Unbounded
-from gleanrl.envs.tensordict import (
+from gleanrl.envs.tensordict_envs import (
     SPEC_GROUPS,
     EndFlags,
     EnvSpecs,

@@ -7,17 +7,14 @@ asked of EnvPool's own code before each rollout, if that is the code known here.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from contextlib import suppress
-from hashlib import sha256
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 
 from gleanrl.core.window import Array
+from gleanrl.operations.proofs import has_source
 
 _PYTHON = (
     *("step", "send", "recv", "_from", "_check_action", "_infer_players_env_id"),
@@ -59,16 +56,7 @@ def _is_known(kind: type) -> bool:
         return False
     if not all(isinstance(getattr(kind, name), BuiltinFunctionType) for name in _CPP):
         return False
-    return _are_proven(*(one.__code__ for one in functions))
-
-
-@functools.lru_cache(maxsize=8)
-def _are_proven(*codes: CodeType) -> bool:
-    """Tell whether ``codes`` are from the sources that `_direct` was compared with."""
-    with suppress(OSError, TypeError):
-        source = "".join(map(inspect.getsource, codes))
-        return sha256(source.encode()).hexdigest().startswith(_PROVEN)
-    return False
+    return has_source(_PROVEN, *(one.__code__ for one in functions))
 
 
 def _direct(env: Any) -> Callable[..., Any] | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownEnvError, did_you_mean
 from gleanrl.envs.libs.pettingzoo import PettingZooEnv, is_pettingzoo_env
-from gleanrl.envs.tensordict import is_tensordict_env
+from gleanrl.envs.tensordict_envs import is_tensordict_env
 from gleanrl.envs.vector import is_vector_env
 
 EnvFactory: TypeAlias = str | gym.envs.registration.EnvSpec | Callable[..., Any]

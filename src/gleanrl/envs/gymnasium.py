@@ -20,21 +20,19 @@ from gleanrl.core.options import GymOptions, check_int
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, close_all
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.row_env import EnvRows
-from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
-from gleanrl.envs.specs import Unbounded
-from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.state_loading import load_state
-from gleanrl.envs.unmodified import remembered, unmodified
-from gleanrl.envs.validation import (
+from gleanrl.envs.result_checks import (
     check_flag,
     check_reset,
     check_rewards,
     not_five,
     write_rewards,
 )
-from gleanrl.envs.writers import FieldWriter, InfoWriter, LeafWriter, info_fields
+from gleanrl.envs.result_writers import FieldWriter, InfoWriter, LeafWriter, info_fields
+from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
+from gleanrl.envs.specs import Unbounded
+from gleanrl.envs.state_kinds import Node
+from gleanrl.envs.unmodified import remembered, unmodified
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _NOTHING: tuple[int, ...] = ()
@@ -128,7 +126,7 @@ class GymnasiumEnv(WindowEnv):
             seeds: The seed of each environment's next reset.
             face: The user's environment, if these were taken out of it.
         """
-        self.envs = list(envs)
+        self.envs = self.stateful = list(envs)
         first = self.envs[0]
         super().__init__(first.observation_space, first.action_space, batch_shape, options)
         self.face = face
@@ -157,10 +155,12 @@ class GymnasiumEnv(WindowEnv):
                 info_keys=options.info_keys or own.info_keys,
             )
         envs = [env for part in parts for env in part.envs]
-        if (error := unlike_spaces(envs)) is not None:
+        try:
+            check_spaces(envs)
+        except ConfigError:
             if options is None:
                 return None
-            raise error
+            raise
         return GymnasiumEnv(
             [without_call_checks(env) for env in envs] if fresh else envs,
             tuple(face.batch_size),
@@ -286,11 +286,8 @@ class GymnasiumEnv(WindowEnv):
             env.action_space.seed(own)
         return seed if static else seed + len(self.envs) - 1
 
-    def snapshot(self, allow_pickle: bool = False) -> Node:
-        return save_state(self.envs, allow_pickle)
-
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        load_state(self.envs, snapshot, allow_pickle)
+        super().resume(snapshot, allow_pickle)
         self._seeds = [None] * len(self.envs)
 
     def close(self) -> None:
@@ -299,17 +296,16 @@ class GymnasiumEnv(WindowEnv):
         close_all(envs)
 
 
-def unlike_spaces(envs: Sequence[gym.Env[Any, Any]]) -> ConfigError | None:
-    """Return the error for the first environment whose spaces are not those of environment 0."""
+def check_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
+    """Raise an error for the first environment whose spaces are not those of environment 0."""
     for env, other in enumerate(envs):
         for name in ("observation_space", "action_space"):
             first, mine = getattr(envs[0], name), getattr(other, name)
             if mine != first:
-                return ConfigError(
+                raise ConfigError(
                     f"environment {env} has {name} {mine}, environment 0 has {first}; environments "
                     "collected in one batch must agree"
                 )
-    return None
 
 
 _CALL_CHECKS = (

@@ -19,18 +19,22 @@ from gleanrl.core.keys import DONE, TERMINATED, Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.recorded_or_called_transforms import (
+    Entries,
+    Method,
+    TransformProgram,
+    Unproven,
+    record,
+    treatment,
+)
 from gleanrl.envs.torchrl_members import FLAGS, GymMembers, WorkerMembers, after_step
 from gleanrl.envs.torchrl_parts import (
     Parts,
-    Unproven,
     copied_transform,
-    is_called,
     is_counter,
-    is_stateful,
     kept_rows,
     tensors_of,
 )
-from gleanrl.envs.transform_program import Entries, Method, TransformProgram, record
 from gleanrl.operations.change_watch import Unwatchable, Watch
 from gleanrl.operations.op_recorder import array_of
 
@@ -186,9 +190,9 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         only: list[Any] | None = None
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
-        elif is_called(part, name):
+        elif name in treatment(part).called:
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
-        elif is_stateful(part):
+        elif treatment(part).stateful:
             trial = _copied_phase(part, name)
             state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
@@ -296,9 +300,8 @@ class _Memory:
         self.ending = [(key, rows(step, key)) for key in flags]
         self.done = rows(step, DONE)
         self.after_reset = {key: rows(reset, key) for key in observed}
-        used = [
-            key for key in observed if step.reads(self.root[key]) or inverse.reads(self.root[key])
-        ]
+        programs = [step.ops, inverse.ops]
+        used = [key for key in observed if any(ops.reads(self.root[key]) for ops in programs)]
         self.kept_rows = {key: self.root_rows[key].numpy() for key in used}
         self.kept = [(self.kept_rows[key], rows(step, key)) for key in used]
 

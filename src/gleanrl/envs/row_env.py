@@ -15,10 +15,11 @@ from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Env, SharedMemory
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.saved_state import load_state, save_state
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
-from gleanrl.envs.tensordict import spec_fields, spec_groups, spec_trees
+from gleanrl.envs.tensordict_envs import spec_fields, spec_groups, spec_trees
 from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
@@ -38,6 +39,8 @@ class EnvRows(Env, Resumable):
     """How data are stored; rows that are joined have the same."""
     face: EnvBase | None = None
     """The user's environment, if these rows were taken out of it."""
+    stateful: Any = None
+    """The objects that have the whole state; ``None`` if it cannot be saved."""
     only_rows = ""
     """The setting that needs rows, in which environments may begin anew during a rollout."""
     failures: list[str]
@@ -119,12 +122,15 @@ class EnvRows(Env, Resumable):
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Raise `StateError`, because a subclass does not say what its state is."""
-        raise StateError(f"{type(self.inner).__name__} has no state that can be saved")
+        return save_state(self._with_state("saved"), allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Raise `StateError`, because there is no `snapshot`."""
-        raise StateError(f"{type(self.inner).__name__} has no state that can be loaded")
+        load_state(self._with_state("loaded"), snapshot, allow_pickle)
+
+    def _with_state(self, what: str) -> Any:
+        if self.stateful is None:
+            raise StateError(f"{type(self.inner).__name__} has no state that can be {what}")
+        return self.stateful
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

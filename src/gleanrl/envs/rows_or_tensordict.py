@@ -14,15 +14,15 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
-from gleanrl.envs.gymnasium import GymnasiumEnv, unlike_spaces, without_call_checks
-from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.gymnasium import GymnasiumEnv, check_spaces, without_call_checks
+from gleanrl.envs.inside_torchrl_worker import start_workers
+from gleanrl.envs.recorded_or_called_transforms import Unproven
+from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting import RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensor_vector import TensorVectorEnv, tensor_device
-from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
-from gleanrl.envs.torchrl_parts import Unproven
-from gleanrl.envs.torchrl_worker import start_workers
+from gleanrl.envs.tensordict_envs import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.vector import (
     DenseVectorEnv,
     EnvPoolResets,
@@ -109,8 +109,7 @@ def _restarting(
                 f"callables that make one (several with num_envs=), not a {type(env).__name__}"
             )
         envs.append(without_call_checks(env))
-    if (error := unlike_spaces(envs)) is not None:
-        raise error
+    check_spaces(envs)
     shape = (len(envs),) if batch else ()
     makers = [partial(_anew, item, kwargs) for item in items]
     return RestartingEnv(envs, makers, shape, options.storing(), restarts)
@@ -131,8 +130,7 @@ def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Mad
     if all(isinstance(env, gym.Env) and not is_vector_env(env) for env in built):
         fresh = {id(env) for env in made}
         envs = [without_call_checks(env) if id(env) in fresh else env for env in built]
-        if (error := unlike_spaces(envs)) is not None:
-            raise error
+        check_spaces(envs)
         return GymnasiumEnv(envs, (len(envs),), options.storing())
     if all(is_tensordict_env(env) for env in built):
         return _adapt(SerialEnv.of(built), options, fresh=len(made) == len(built))

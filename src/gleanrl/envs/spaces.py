@@ -204,17 +204,10 @@ class Actions:
         values = {leaf.path: part for leaf, part in zip(self._leaves, parts, strict=True)}
         return rebuild(self._space, (), values)
 
-    def check(
-        self,
-        start: int,
-        stop: int,
-        cause: BaseException | None = None,
-        when: str = " at step {} of the rollout",
-    ) -> None:
+    def check(self, start: int, stop: int, cause: BaseException | None = None) -> None:
         """Check the actions in rows ``[start, stop)``, after the environments received them.
 
-        ``cause`` is an error of an environment about them; ``when`` tells the step in the message.
-        Floats are the environment's to judge.
+        ``cause`` is an error of an environment about them. Floats are the environment's to judge.
         """
         for field, limits, lowest in self._limits:
             values = self._window.array(field.key)[:, start:stop]
@@ -223,7 +216,8 @@ class Actions:
                 most = (limits.astype(np.int64) - 1).tolist()
                 raise PolicyError(
                     f"environment {env} was given {format_key(field.key)} "
-                    f"{values[env, t].tolist()}{when.format(t + start)}; it takes 0 to {most}"
+                    f"{values[env, t].tolist()} at step {t + start} of the rollout; it takes 0 to "
+                    f"{most}"
                 ) from cause
 
 

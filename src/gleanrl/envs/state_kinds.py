@@ -23,7 +23,7 @@ from gymnasium.envs.registration import EnvSpec
 from tensordict import NonTensorData, TensorDictBase
 from torch import nn
 
-from gleanrl.envs.simulators import simulator_of
+from gleanrl.envs.simulator_state import simulator_of
 from gleanrl.envs.specs import TensorSpec
 
 Node: TypeAlias = Any

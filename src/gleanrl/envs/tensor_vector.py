@@ -18,10 +18,10 @@ from gleanrl.core.keys import ACTION, DONE, REWARD, TERMINATED, TRUNCATED, forma
 from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.result_checks import not_five, write_rewards
+from gleanrl.envs.result_writers import FieldWriter, VectorReset, finals_missing
 from gleanrl.envs.spaces import Leaf, rebuild, space_leaves
-from gleanrl.envs.validation import not_five, write_rewards
 from gleanrl.envs.vector import VectorAdapter, VectorResets, vectorised
-from gleanrl.envs.writers import FieldWriter, VectorReset, finals_missing
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 

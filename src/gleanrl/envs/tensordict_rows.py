@@ -15,7 +15,7 @@ from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.tensordict import TensorDictHandle, learn_layout
+from gleanrl.envs.tensordict_envs import TensorDictHandle, learn_layout
 from gleanrl.memory.arena import batch_rows
 
 

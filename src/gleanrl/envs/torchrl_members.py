@@ -20,11 +20,12 @@ from gleanrl.core.layout import DoneGroup, Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
-from gleanrl.envs.gym_transforms import wrapped
 from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.tensordict import spec_fields, spec_trees
-from gleanrl.envs.torchrl_parts import Parts, Unproven, kept_rows
-from gleanrl.envs.writers import CastingLeafWriter
+from gleanrl.envs.recorded_or_called_transforms import Unproven
+from gleanrl.envs.result_writers import CastingLeafWriter
+from gleanrl.envs.tensordict_envs import spec_fields, spec_trees
+from gleanrl.envs.torchrl_parts import Parts, kept_rows
+from gleanrl.envs.transforms_as_wrappers import wrapped
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""

@@ -23,8 +23,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.keys import Key, as_key
+from gleanrl.envs.recorded_or_called_transforms import Treatment, Unproven, treatment
+from gleanrl.envs.rehearsal_stand_ins import Tape
 from gleanrl.envs.serial import SerialEnv
-from gleanrl.envs.tape import Tape
 from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.change_watch import Watch
@@ -33,67 +34,8 @@ from gleanrl.operations.proofs import is_genuine, is_plain, qualified
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
 _PARALLEL = "torchrl.envs.batched_envs.ParallelEnv"
-_TRANSFORMS = "torchrl.envs.transforms"
-_TRANSFORMED = f"{_TRANSFORMS}._base.TransformedEnv"
-_COMPOSE = f"{_TRANSFORMS}._base.Compose"
-
-
-def _named(*modules: str) -> frozenset[str]:
-    """Return full names of transforms; ``"_clip ClipTransform ExpandAs"``: two of one module."""
-    split = (module.split() for module in modules)
-    return frozenset(f"{_TRANSFORMS}.{home}.{name}" for home, *names in split for name in names)
-
-
-_STATELESS = _named(
-    "_action ActionDiscretizer ActionScaling DiscreteActionProjection",
-    "_clip ClipTransform ExpandAs",
-    "_device DTypeCastTransform DoubleToFloat",
-    "_env InitTracker StepCounter TensorDictPrimer",
-    "_keys ExcludeTransform RemoveEmptySpecs RenameTransform SelectTransform",
-    "_misc FiniteTensorDictCheck",
-    "_normalization ObservationNorm RewardScaling",
-    "_observation CenterCrop Crop FlattenObservation GrayScale PermuteTransform Resize",
-    "_observation SqueezeTransform ToTensorImage UnsqueezeTransform",
-    "_reward BinarizeReward LineariseRewards RewardClipping RewardSum SignTransform TargetReturn",
-    "_tensor CatTensors",
-)
-"""Transforms whose results depend on nothing but their settings and the data of the step."""
-_STATEFUL = _named(
-    "_misc TimeMaxPool",
-    "_normalization VecNorm",
-    "_observation CatFrames",
-    "vecnorm VecNormV2",
-)
-"""Transforms whose results depend on their tensors as well, which they change."""
-_NORMS = _named("_normalization VecNorm", "vecnorm VecNormV2")
-_COUNTER = f"{_TRANSFORMS}._env.TrajCounter"
-_CALLED = {
-    _COUNTER: {"_reset"},
-    f"{_TRANSFORMS}._action.ActionMask": {"_step", "_reset"},
-    f"{_TRANSFORMS}.gym_transforms.EndOfLifeTransform": {"_step", "_reset"},
-}
-"""Phases of transforms that read or change something besides tensors: they are called."""
-_LEADING = _named("_env FrameSkipTransform NoopResetEnv")
-"""Transforms that step and reset the environment under them."""
-_ALONE = {name.rpartition(".")[2] for name in _STATEFUL} | {
-    *("TrajCounter", "ActionMask", "DiscreteActionProjection")
-}
-"""Transforms that have a state, or draw numbers: one for each member is not one for all."""
-
-
-class Unproven(Exception):
-    """The reason why an environment is stepped by its own methods."""
-
-
-@contextlib.contextmanager
-def unproven_on_error() -> Iterator[None]:
-    """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions."""
-    try:
-        yield
-    except Unproven:
-        raise
-    except Exception as err:
-        raise Unproven(f"looking at its parts raised {err!r:.200}") from err
+_TRANSFORMED = "torchrl.envs.transforms._base.TransformedEnv"
+_COMPOSE = "torchrl.envs.transforms._base.Compose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +138,15 @@ def kept_rows(parts: Parts) -> dict[Key, torch.Tensor]:
     return {as_key(key): value for key, value in held.items(True, True)}
 
 
-def is_stateful(transform: nn.Module) -> bool:
-    """Tell whether ``transform`` depends on tensors of its own that it changes."""
-    return qualified(type(transform)) in _STATEFUL
-
-
 def keep_nothing(parts: Parts) -> bool:
     """Tell whether an environment of ``parts`` is like new after a reset, if its members are."""
     each = chain(parts.transforms, *parts.leading)
-    return bool(parts.members) and all(qualified(type(one)) in _STATELESS for one in each)
+    return bool(parts.members) and all(treatment(one) == Treatment() for one in each)
 
 
-def is_called(transform: nn.Module, phase: str) -> bool:
-    """Tell whether a phase of ``transform`` reads or changes something besides tensors."""
-    return phase in _CALLED.get(qualified(type(transform)), ())
-
-
-def is_counter(transform: nn.Module) -> bool:
+def is_counter(transform: Any) -> bool:
     """Tell whether ``transform`` counts in memory that copies do not have."""
-    return qualified(type(transform)) == _COUNTER
+    return type(transform).__name__ == "TrajCounter"
 
 
 def tensors_of(transform: nn.Module) -> list[torch.Tensor]:
@@ -245,7 +177,7 @@ def parts_of(env: Any) -> Parts:
     ends = [(base, ())] if single else list(map(_peeled, _members(base)))
     members, shells = (tuple(part) for part in zip(*ends, strict=True))
     chains = [around] if single else list(map(_chain_of, shells))
-    alone = sorted({type(part).__name__ for part in chains[0]} & _ALONE)
+    alone = sorted({type(part).__name__ for part in chains[0] if treatment(part).alone})
     if alone and not single:
         raise Unproven(f"each member has a state or draws of its own in {', '.join(alone)}")
     _require_alike(chains)
@@ -275,7 +207,7 @@ def _require_masked_resets(around: Sequence[nn.Module]) -> None:
     only if they are the memory of the batch.
     """
     for part in around:
-        if qualified(type(part)) in _NORMS:
+        if treatment(part).counts_others:
             kind = type(part).__name__
             raise Unproven(f"{kind} counts members that a partial reset leaves alone")
 
@@ -309,7 +241,7 @@ def waits_for_workers(env: Any) -> Any:
 
 def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
     for part in transforms:
-        if qualified(type(part)) in _LEADING:
+        if treatment(part).leads:
             raise Unproven(f"{type(part).__name__} is not the first transform of one environment")
 
 
@@ -320,8 +252,8 @@ def _led(
     chain: tuple[nn.Module, ...],
 ) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """Return the first transforms of a chain, which step the environment, and the others."""
-    names = [qualified(type(part)) for part in chain]
-    count = next((i for i, name in enumerate(names) if name not in _LEADING), len(chain))
+    others = (i for i, part in enumerate(chain) if not treatment(part).leads)
+    count = next(others, len(chain))
     return chain[:count], chain[count:]
 
 
@@ -401,8 +333,7 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
         for part in transform.transforms:
             yield from _chain(part)
         return
-    if qualified(type(transform)) not in {*_STATELESS, *_STATEFUL, *_CALLED, *_LEADING}:
-        raise Unproven(f"{name} is not known to depend on the data of one step alone")
+    treatment(transform)
     if _is_primer(transform):
         first: Any = transform.default_value
         if any(map(callable, [first, *(first.values() if isinstance(first, dict) else ())])):

@@ -22,11 +22,9 @@ from gleanrl.core.options import GymOptions, OwnOptions, check_int
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
-from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.result_checks import NUMBERS, check_reset, not_five, write_rewards
+from gleanrl.envs.result_writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.state_loading import load_state
-from gleanrl.envs.validation import NUMBERS, check_reset, not_five, write_rewards
-from gleanrl.envs.writers import VectorInfoWriter, VectorLeafWriter, VectorReset
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _ALL = slice(None)
@@ -183,11 +181,12 @@ class VectorAdapter(WindowEnv):
         self._resets.seed(seed, static)
         return seed if static else seed + self.all_envs - 1
 
-    def snapshot(self, allow_pickle: bool = False) -> Node:
-        return save_state(self._resets.env, allow_pickle)
+    @property
+    def stateful(self) -> Any:  # a seed may make another one
+        return self._resets.env
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        load_state(self._resets.env, snapshot, allow_pickle)
+        super().resume(snapshot, allow_pickle)
         self._resets.forget_seed()
 
     def close(self) -> None:

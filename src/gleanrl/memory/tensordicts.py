@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from gleanrl.core.keys import TIME, Key
+from gleanrl.core.keys import TIME, Key, as_key
 from gleanrl.core.layout import EnvLayout, Group, Layout
 from gleanrl.core.window import Window
 
@@ -101,20 +101,15 @@ def build(
     return TensorDict._new_unsafe(source=source, batch_size=shape, names=named, device=device)
 
 
-def groups_of(data: TensorDictBase, at: Key = ()) -> list[Group]:
+def groups_of(data: TensorDictBase) -> list[Group]:
     """Return the nested parts of ``data`` whose batch size is not that of ``data``."""
-    groups, ndim = [], data.ndim
-
-    def look(part: TensorDictBase, key: Key) -> None:
-        for name, value in part.items():
-            if isinstance(value, TensorDictBase):
-                more = tuple(value.batch_size[ndim:])
-                if more:
-                    groups.append(Group((*key, name), more, tuple(value.names[ndim:])))
-                look(value, (*key, name))
-
-    look(data, at)
-    return groups
+    ndim = data.ndim
+    nested = ((k, v) for k, v in data.items(True) if isinstance(v, TensorDictBase))
+    return [
+        Group(as_key(key), tuple(value.batch_size[ndim:]), tuple(value.names[ndim:]))
+        for key, value in nested
+        if value.ndim > ndim
+    ]
 
 
 def copied(data: TensorDictBase) -> TensorDictBase:
@@ -132,7 +127,8 @@ def described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     if isinstance(value, TensorDictBase):
-        return f"{type(value).__name__} of batch size {tuple(value.batch_size)}"
+        names = f", named {value.names}" if any(value.names) else ""
+        return f"{type(value).__name__} of batch size {tuple(value.batch_size)}{names}"
     return "nothing" if value is None else f"{value!r:.100}"
 
 

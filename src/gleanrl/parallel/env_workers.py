@@ -27,8 +27,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.engine.replacing import Replacements, reseeded
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory
-from gleanrl.envs.parallel_group import SharedPlaces
-from gleanrl.envs.parallel_worker import (
+from gleanrl.envs.inside_env_worker import (
     ANEW,
     BEGIN,
     ENDED,
@@ -38,7 +37,8 @@ from gleanrl.envs.parallel_worker import (
     LEAVE,
     EnvWorkerBuilder,
 )
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.inside_env_worker_group import SHARED
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.state_kinds import Node
 from gleanrl.memory.arena import Slab, map_window
 from gleanrl.memory.shared import SharedMemory
@@ -379,26 +379,15 @@ class WorkerGroup:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def share(self, envs: Sequence[int]) -> list[SharedPlaces]:
-        """Reserve what workers with so many ``envs`` share with this process besides windows."""
+    def share(self, envs: Sequence[int]) -> list[m.WindowRef]:
+        """Reserve what workers with so many ``envs`` share with this process besides steps."""
         self._find_numbers()
         ends = [0, *itertools.accumulate(envs)]
         self.parts = [range(*pair) for pair in itertools.pairwise(ends)]
-        count, total = len(envs), sum(envs)
-        base = self.workers.memory.reserve(32 * count + 3 * total)
-        found = self.workers.memory.map()
-        small = np.frombuffer(found, np.int64, 4 * count, base).reshape(count, 4)
-        self._orders = small[:, :3]
-        self._reset_s = small[:, 3].view(np.float64)
-        flags = base + 32 * count
-        self.cut = np.frombuffer(found, np.bool_, total, flags)
-        self._ended: Array = np.frombuffer(found, np.bool_, total, flags + total)
-        self._anew: Array = np.frombuffer(found, np.bool_, total, flags + 2 * total)
-        places = []
-        for index, part in enumerate(self.parts):
-            at, cut = base + 32 * index, flags + part.start
-            places.append(SharedPlaces(at, at + 24, cut, cut + total, cut + 2 * total, len(part)))
-        return places
+        shared = self.reserve(SHARED, 1)
+        fields = (shared.array(field.key)[:, 0] for field in SHARED)
+        self._orders, self._reset_s, self.cut, self._ended, self._anew = fields
+        return self.references(shared)
 
     def reserve(self, fields: Iterable[Field], steps: int) -> Window:
         """Return a window of all environments that workers can map."""

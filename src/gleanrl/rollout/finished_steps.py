@@ -26,7 +26,7 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
-from gleanrl.envs.tensordict import EndFlags, spec_groups
+from gleanrl.envs.tensordict_envs import EndFlags, spec_groups
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import copied, described, groups_of
 from gleanrl.policies.diagnosis import ONE_LAYOUT

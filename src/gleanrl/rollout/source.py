@@ -17,8 +17,8 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Env, JointAct, Pool, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
-from gleanrl.envs.simulators import NeedsPickle, StateError
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.simulator_state import NeedsPickle, StateError
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.rollout.step_clock import StepClock
 from gleanrl.rollout.tracker import Tracker
 from gleanrl.weights.module_weights import Shapes, check_weights, cloned, load_weights, shapes_of

@@ -20,18 +20,18 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.envs.base import EnvBase
+from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.rows_or_tensordict import Made, make_env
 from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
-from gleanrl.envs.tensordict import (
+from gleanrl.envs.tensordict_envs import (
     TensorDictHandle,
     learn_layout,
     needs_carrier,
     spec_leaves,
 )
-from gleanrl.envs.torchrl_parts import Unproven
-from gleanrl.envs.transformed import TransformedRows
+from gleanrl.envs.torchrl_rows import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.joint import JointPolicy

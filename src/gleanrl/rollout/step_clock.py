@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 from gleanrl.core.protocols import EnvBatch
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 
 _EVERY = 16
 """One rollout of so many is measured."""

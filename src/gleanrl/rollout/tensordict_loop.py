@@ -30,7 +30,7 @@ from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Array, Window
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.memory.arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.env_contract import EnvContract

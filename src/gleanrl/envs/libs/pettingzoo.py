@@ -22,15 +22,13 @@ from gleanrl.core.options import check_int
 from gleanrl.core.platforms import imported
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import EnvBase, close_all
-from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.result_checks import NUMBERS, check_reset
+from gleanrl.envs.result_writers import LeafWriter
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.state_loading import load_state
 from gleanrl.envs.unmodified import remembered
-from gleanrl.envs.validation import NUMBERS, check_reset
-from gleanrl.envs.writers import LeafWriter
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)
@@ -188,6 +186,7 @@ class PettingZooRows(EnvRows):
             EnvError: an observation that its space does not declare.
         """
         self.games, self.face, self.options = games, face, options
+        self.stateful = list(games)
         self._groups = [
             _Agents(name, agents, games, options) for name, agents in options.group_map.items()
         ]
@@ -307,11 +306,8 @@ class PettingZooRows(EnvRows):
             game.seed, game.fresh = seed if static else seed + index, False
         return seed if static else seed + len(self.games) - 1
 
-    def snapshot(self, allow_pickle: bool = False) -> Node:
-        return save_state(list(self.games), allow_pickle)
-
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        load_state(list(self.games), snapshot, allow_pickle)
+        super().resume(snapshot, allow_pickle)
         self._show(self.games)  # what specs of actions allow
 
     def close(self) -> None:

@@ -15,10 +15,11 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
 from gleanrl.envs.recorded_step import RecordedStep
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
-from gleanrl.envs.torchrl_parts import Parts, Unproven, parts_of, unproven_on_error
+from gleanrl.envs.torchrl_parts import Parts, parts_of
 
 _DRAWS = 5
 """Draws that are compared."""

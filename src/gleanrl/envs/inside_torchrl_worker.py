@@ -6,24 +6,25 @@ where the parts of the environment are known; all other commands are for the loo
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 import sys
 from contextlib import suppress
-from hashlib import sha256
 from socket import AF_UNIX, SOCK_DGRAM, socket
 from typing import Any
 
 from gleanrl.core.keys import as_key, next_key
 from gleanrl.core.window import Window
-from gleanrl.envs.rehearsal import transformed_rows
-from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
+from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
+from gleanrl.envs.rehearsal_proof import transformed_rows
+from gleanrl.envs.tensordict_envs import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS
-from gleanrl.envs.torchrl_parts import Unproven, unproven_on_error, waits_for_workers
+from gleanrl.envs.torchrl_parts import waits_for_workers
+from gleanrl.operations.proofs import has_source
 
 _HOME, _LOOP = "torchrl.envs.batched_envs", "_run_worker_pipe_shared_mem"
 _PROVEN = "6067533195cb0bf3"
-"""The beginning of the SHA-256 of the loop's source, in torchrl 0.14.1."""
+"""The beginning of the SHA-256 of the loop's source, in torchrl 0.14.1: so it treats commands as it
+did when `_Steps` was compared with it."""
 _theirs: list[Any] = []
 """TorchRL's loop, in processes that started workers, and in processes forked from these."""
 
@@ -36,7 +37,7 @@ def start_workers(env: Any) -> None:
     module = sys.modules[_HOME]
     loop = vars(module).get(_LOOP)
     # Another thread may be starting workers.
-    if loop in (None, serve) or not _is_proven(loop):
+    if loop in (None, serve) or not has_source(_PROVEN, loop):
         return
     _theirs[:] = [loop]
     setattr(module, _LOOP, serve)
@@ -45,13 +46,6 @@ def start_workers(env: Any) -> None:
     finally:
         setattr(module, _LOOP, loop)
     vars(base)[BY_PARTS] = [worker.pid for worker in base._workers]
-
-
-def _is_proven(loop: Any) -> bool:
-    """Tell whether TorchRL's loop treats commands as it did when `_Steps` was compared with it."""
-    with suppress(OSError, TypeError):
-        return sha256(inspect.getsource(loop).encode()).hexdigest().startswith(_PROVEN)
-    return False
 
 
 def serve(**options: Any) -> None:

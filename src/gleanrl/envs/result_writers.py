@@ -20,8 +20,8 @@ from gleanrl.core.keys import format_key, next_key
 from gleanrl.core.layout import Field
 from gleanrl.core.options import InfoKeys, warn
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.result_checks import NUMBERS
 from gleanrl.envs.spaces import RESERVED, Leaf
-from gleanrl.envs.validation import NUMBERS
 
 _DIRECT_NBYTES = 4096
 """Above this a row is copied straight from each environment's array; below, gathered first."""

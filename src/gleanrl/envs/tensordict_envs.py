@@ -29,10 +29,9 @@ from gleanrl.core.keys import (
     outermost,
 )
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
-from gleanrl.envs.plain_state import save_state
+from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.state_loading import load_state
 
 
 @runtime_checkable

@@ -19,22 +19,22 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import NEXT, Key, format_key, next_key
-from gleanrl.core.layout import EnvLayout
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.messages import WindowRef
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.plain_state import save_state
-from gleanrl.envs.rehearsal import transformed_rows
+from gleanrl.envs.recorded_or_called_transforms import Unproven
+from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
+from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
-from gleanrl.envs.state_loading import load_state
-from gleanrl.envs.tensordict import (
+from gleanrl.envs.tensordict_envs import (
     EnvMetaData,
     TensorDictHandle,
     describe,
@@ -45,15 +45,25 @@ from gleanrl.envs.tensordict import (
     widened,
 )
 from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
-from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.memory.arena import map_window
 from gleanrl.memory.shared import SharedMemory
-from gleanrl.memory.tensordicts import nest
+from gleanrl.memory.tensordicts import described, nest
 
 _INSTEAD = (
     "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
     "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
 )
+
+SHARED = (
+    Field(("order",), (3,), torch.int64),
+    Field(("reset_s",), (), torch.float64),
+    Field(("cut",), (), torch.bool),
+    Field(("ended",), (), torch.bool),
+    Field(("anew",), (), torch.bool),
+)
+"""The fields of a window that learner and worker share besides steps: the number of the window to
+step in, the step and whether a step of the row resets; the seconds in resets, in the worker's first
+row; and whether an environment is truncated by the step, ended, or began anew without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +78,6 @@ class RowsInfo:
     """The class of the user's environment."""
     can_cut: bool
     checks_actions: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPlaces:
-    """Where the small things of a worker's part of a group lie in the memory (bytes)."""
-
-    order: int
-    """Three int64: number of the window, step in it, and whether a step of the row resets."""
-    reset_s: int
-    """float64: seconds in resets."""
-    cut: int
-    """One bool per environment: whether the step truncates it."""
-    ended: int
-    """One bool per environment: whether it ended."""
-    anew: int
-    """One bool per environment: whether it began anew, without a step."""
-    envs: int
-    """Environments of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +257,11 @@ class EnvGroup:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def share(self, places: SharedPlaces, row: WindowRef) -> None:
-        """Take the places of what is shared: the row of the `ParallelEnv`, which is window 0."""
+    def share(self, shared: WindowRef, row: WindowRef) -> None:
+        """Take the places of the fields `SHARED`, and of the row of the `ParallelEnv`, window 0."""
         found = self._memory.map()
-        self._order = np.frombuffer(found, np.int64, 3, places.order)
-        self._reset_s = np.frombuffer(found, np.float64, 1, places.reset_s)
-        self._cut = np.frombuffer(found, np.bool_, places.envs, places.cut)
-        self._ended = np.frombuffer(found, np.bool_, places.envs, places.ended)
-        self._anew = np.frombuffer(found, np.bool_, places.envs, places.anew)
+        fields = (map_window(found, shared).array(field.key)[:, 0] for field in SHARED)
+        self._order, self._reset_s, self._cut, self._ended, self._anew = fields
         self._row.bind(map_window(found, row))
 
     def open_carry(self, carry: WindowRef) -> None:
@@ -293,7 +282,7 @@ class EnvGroup:
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        number, t, resets = self._order.tolist()
+        number, t, resets = self._order[0].tolist()
         if number == 0:
             self._row.step_row(bool(resets))
             return False
@@ -313,7 +302,7 @@ class EnvGroup:
 
         A step of the row is followed by a reset if the learner wants that.
         """
-        number, t, resets = self._order.tolist()
+        number, t, resets = self._order[0].tolist()
         self._cut[:] = self._ended[:] = False
         self._anew[:] = True
         if number:
@@ -324,7 +313,7 @@ class EnvGroup:
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
         rollouts = self._rollouts
-        rollouts.finish(int(self._order[1]))
+        rollouts.finish(int(self._order[0, 1]))
         self._reset_s[0] = rollouts.rows.reset_s
         return False
 
@@ -581,13 +570,5 @@ def _misfit(found: Mapping[Key, Any], row: Mapping[Key, torch.Tensor]) -> str:
         if not (isinstance(came, torch.Tensor) and view is not None) or (
             (came.shape, came.dtype) != (view.shape, view.dtype)
         ):
-            return f"{format_key(key)} as {_say(came)}, its specs declare {_say(view)}"
+            return f"{format_key(key)} as {described(came)}, its specs declare {described(view)}"
     return ""
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    if isinstance(value, TensorDictBase):
-        return f"{type(value).__name__} of batch {tuple(value.batch_size)}, named {value.names}"
-    return "nothing" if value is None else f"{value!r:.60}, no tensor"

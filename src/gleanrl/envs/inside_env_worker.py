@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from gleanrl.core import paths
-from gleanrl.core.errors import WeightsError
-from gleanrl.core.messages import Report, Snapshot
+from gleanrl.core.messages import Report
 from gleanrl.core.options import GymOptions
-from gleanrl.core.protocols import Source, Stop
+from gleanrl.core.protocols import Stop
 from gleanrl.core.streams import of_this_life
 from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
 from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.gymnasium import without_call_checks
+from gleanrl.envs.inside_env_worker_group import EnvGroup, seed_streams
 from gleanrl.envs.libs.gym import make_tensordict_env
-from gleanrl.envs.parallel_group import EnvGroup, seed_streams
 from gleanrl.envs.restarting import Restarts
-from gleanrl.envs.simulators import StateError
+from gleanrl.envs.simulator_state import StateError
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.wakeup_pipes import WakeupAddress, WorkerPipes
 
@@ -60,7 +59,7 @@ class EnvWorkerBuilder:
     restarts: tuple[int, float | None] | None = None
     """How often each environment that raises is built anew; ``None`` for never."""
 
-    def __call__(self, worker: int) -> Source:
+    def __call__(self, worker: int) -> Any:
         """Make the environments one after the other."""
         seed_streams(of_this_life(self.stream))
         made: list[Any] = []
@@ -112,7 +111,7 @@ class EnvWorker:
                 answer = FAILED
             ends.answer(number << GROUP_BITS | answer)
 
-    # -- what every source has -------------------------------------------------------------------
+    # -- what a source has; weights, seeds and resets are no commands of a `Session` alone ---------
 
     def layout(self) -> None:
         """Announce no rollouts; `EnvGroup.described` has the layout of the windows."""
@@ -135,18 +134,6 @@ class EnvWorker:
 
     def place(self, base: int, stride: int) -> None:
         """Do nothing, because these environments have no numbers."""
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Refuse weights, because this worker has no policy."""
-        raise WeightsError("environments of a ParallelEnv have no policy to load weights into")
-
-    def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Refuse a seed for all groups at once."""
-        raise NotImplementedError("call groups[...].seed")
-
-    def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Refuse a reset outside of windows, where its results would be lost."""
-        raise NotImplementedError("call groups[...].restart")
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
         """Return the state of all episodes, and what other groups need to take the same steps."""

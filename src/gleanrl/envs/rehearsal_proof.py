@@ -21,21 +21,19 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
-from gleanrl.envs.tape import Tape, TapedWorker
-from gleanrl.envs.tensordict import TensorDictHandle
+from gleanrl.envs.recorded_or_called_transforms import Unproven, treatment, unproven_on_error
+from gleanrl.envs.rehearsal_stand_ins import Tape, TapedWorker
+from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_members import FLAGS
 from gleanrl.envs.torchrl_parts import (
     Parts,
-    Unproven,
-    is_stateful,
     keep_nothing,
     parts_of,
     tensors_of,
     twin_of,
-    unproven_on_error,
 )
-from gleanrl.envs.transformed import TransformedRows
+from gleanrl.envs.torchrl_rows import TransformedRows
 
 _STEPS = 10
 _MEMBERS = 3
@@ -81,7 +79,7 @@ def _prove(rows: TransformedRows) -> None:
                 raise Unproven("a copy of its transforms has memory in common with them")
             expected, log = _steps_of(plain, rows.can_cut), [tape.log for tape in tapes]
         _compare(expected, _steps_of(twin, rows.can_cut))
-        if any(map(is_stateful, parts.transforms)):
+        if any(treatment(part).stateful for part in parts.transforms):
             _compare_states(parts_of(plain.handle.env), twin.parts)
         _require(log == [tape.log for tape in others], "the environments got other actions")
 
@@ -177,7 +175,7 @@ def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
 
 def _places(parts: Parts) -> set[int]:
     """Return where tensors that transforms change lie."""
-    changing = filter(is_stateful, parts.transforms)
+    changing = (part for part in parts.transforms if treatment(part).stateful)
     return {tensor.data_ptr() for part in changing for tensor in tensors_of(part)}
 
 

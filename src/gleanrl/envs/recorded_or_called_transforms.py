@@ -1,8 +1,14 @@
-"""Transforms as recorded calls over the rows of all members."""
+"""Which of TorchRL's transforms are recorded, and which are called as they are, on rows.
+
+By class, `treatment` says in which phases a transform can be recorded, which no test could tell.
+`record` records these phases as calls over the rows of all members, and finds out where it cannot:
+there, and in all other phases, a transform is called as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +18,99 @@ from tensordict import TensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import Key, as_key, format_key
-from gleanrl.envs.torchrl_parts import Unproven
 from gleanrl.operations.op_recorder import OpRecorder, Unknown
+from gleanrl.operations.proofs import qualified
 
 Entries = dict[Key, torch.Tensor]
+
+
+class Unproven(Exception):
+    """The reason why an environment is stepped by its own methods."""
+
+
+@contextlib.contextmanager
+def unproven_on_error() -> Iterator[None]:
+    """Turn errors of the body into `Unproven`: it runs code of users and of unknown versions."""
+    try:
+        yield
+    except Unproven:
+        raise
+    except Exception as err:
+        raise Unproven(f"looking at its parts raised {err!r:.200}") from err
+
+
+# -- by class --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """How a transform is stepped. By default it is recorded.
+
+    Then its results depend on nothing but its settings and the data of the step.
+    """
+
+    called: Collection[str] = ()
+    """Phases that read or change something besides tensors: in these it is called."""
+    stateful: bool = False
+    """Whether results depend on its tensors as well, which it changes."""
+    alone: bool = False
+    """Whether it has a state, or draws numbers: one for each member is not one for all."""
+    counts_others: bool = False
+    """Whether it uses the rows of members that a partial reset leaves alone."""
+    leads: bool = False
+    """Whether it steps and resets the environment under it: it is a wrapper of that one."""
+
+
+def _each(treated: Treatment, *modules: str) -> dict[str, Treatment]:
+    """Return transforms by full name; ``"_clip ClipTransform ExpandAs"``: two of one module."""
+    split = (module.split() for module in modules)
+    return {f"{home}.{name}": treated for home, *names in split for name in names}
+
+
+_TREATMENTS = {
+    **_each(
+        Treatment(),
+        "_action ActionDiscretizer ActionScaling",
+        "_clip ClipTransform ExpandAs",
+        "_device DTypeCastTransform DoubleToFloat",
+        "_env InitTracker StepCounter TensorDictPrimer",
+        "_keys ExcludeTransform RemoveEmptySpecs RenameTransform SelectTransform",
+        "_misc FiniteTensorDictCheck",
+        "_normalization ObservationNorm RewardScaling",
+        "_observation CenterCrop Crop FlattenObservation GrayScale PermuteTransform Resize",
+        "_observation SqueezeTransform ToTensorImage UnsqueezeTransform",
+        "_reward BinarizeReward LineariseRewards RewardClipping RewardSum SignTransform",
+        "_reward TargetReturn",
+        "_tensor CatTensors",
+    ),
+    **_each(Treatment(alone=True), "_action DiscreteActionProjection"),
+    **_each(Treatment(stateful=True, alone=True), "_misc TimeMaxPool", "_observation CatFrames"),
+    **_each(
+        Treatment(stateful=True, alone=True, counts_others=True),
+        "_normalization VecNorm",
+        "vecnorm VecNormV2",
+    ),
+    **_each(Treatment(("_reset",), alone=True), "_env TrajCounter"),
+    **_each(Treatment(("_step", "_reset"), alone=True), "_action ActionMask"),
+    **_each(Treatment(("_step", "_reset")), "gym_transforms EndOfLifeTransform"),
+    **_each(Treatment(leads=True), "_env FrameSkipTransform NoopResetEnv"),
+}
+
+
+def treatment(transform: Any) -> Treatment:
+    """Return how a transform of TorchRL's is stepped.
+
+    Raises:
+        Unproven: it is not known.
+    """
+    name = qualified(type(transform)).removeprefix("torchrl.envs.transforms.")
+    if name not in _TREATMENTS:
+        kind = type(transform).__name__
+        raise Unproven(f"{kind} is not known to depend on the data of one step alone")
+    return _TREATMENTS[name]
+
+
+# -- recording -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +139,6 @@ class TransformProgram:
     as_they_are: frozenset[str]
     """The transforms that are called, not recorded."""
     ops: OpRecorder
-
-    def reads(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a replay reads the memory of ``tensor``."""
-        return self.ops.reads(tensor)
 
 
 def record(
