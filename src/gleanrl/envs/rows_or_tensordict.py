@@ -20,7 +20,7 @@ from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensordict import TensorDictHandle, is_tensordict_env
 from gleanrl.envs.torchrl_parts import Unproven
-from gleanrl.envs.torchrl_worker import start_workers
+from gleanrl.envs.torchrl_worker import prepare_workers
 from gleanrl.envs.vector import is_vector_env, make_vector
 
 Made: TypeAlias = EnvRows | TensorDictHandle
@@ -158,7 +158,7 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     if options.env_device is not None and env.device != options.env_device:
         env = env.to(options.env_device)
     if options.fast:
-        start_workers(env)
+        prepare_workers(env)
     handle = TensorDictHandle(env)
     if not options.fast:
         return handle
