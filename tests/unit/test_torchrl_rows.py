@@ -39,7 +39,13 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
-from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.modules import (
+    MLP,
+    AdditiveGaussianModule,
+    EGreedyModule,
+    QValueActor,
+    TanhModule,
+)
 from torchrl.modules import RandomPolicy as TheirRandomPolicy
 from torchrl_rig import (
     BY_PARTS,
@@ -154,6 +160,36 @@ def test_epsilon_greedy_actions_are_recorded(categorical, change):
     assert_like_torchrl(build, actor)
     explained = assert_equal(build, actor=actor, change=change, rounds=4)
     assert "EGreedyModule: tensor calls" in explained[0]
+
+
+class Wider(AdditiveGaussianModule):
+    """A stranger's subclass."""
+
+    def _add_noise(self, action):
+        return super()._add_noise(2 * action)
+
+
+def moved_bounds(env, collector):
+    """Change a bound of the noise in place."""
+    vars(collector.policy[2].spec["action"].space)["_low"].add_(0.2)
+
+
+@pytest.mark.parametrize("kind", [AdditiveGaussianModule, Wider])
+@pytest.mark.parametrize(
+    "change", [lambda env, collector: collector.policy[2].step(5), moved_bounds]
+)
+def test_gaussian_noise_is_recorded(kind, change):
+    def actor():
+        torch.manual_seed(1)
+        spec = toy().action_spec
+        net = TensorDictModule(nn.Linear(3, 2), in_keys=SEEN, out_keys=["param"])
+        tanh = TanhModule(in_keys=["param"], out_keys=["action"], spec=spec)
+        return TensorDictSequential(net, tanh, kind(spec, annealing_num_steps=20))
+
+    assert_like_torchrl(toy, actor)
+    explained = assert_equal(toy, actor=actor, change=change, rounds=4)
+    assert "TanhModule: tensor calls" in explained[-1]
+    assert (f"{kind.__name__}: tensor calls" in explained[-1]) == (kind is AdditiveGaussianModule)
 
 
 def test_a_random_policy_that_does_more_is_called():
