@@ -12,6 +12,7 @@ layers                              memory of weights and buffers; their values 
 ``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
 ``TanhModule``                      keys, flags, bounds by value
 ``AdditiveGaussianModule``          keys, its spec and all in that; sigma at every step
+``OrnsteinUhlenbeckProcessModule``  keys, settings of the process; epsilon at every step
 ``RandomPolicy``                    its attributes, its spec and all in that
 distributions                       classes of all that an instance is built of; bounds by value
 sequences and wrappers              ``_modules``, keys, flags

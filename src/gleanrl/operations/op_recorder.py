@@ -137,6 +137,8 @@ class OwnStream(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
             return func(*args, **kwargs)
+        if func is _ATEN.randn_like.default:  # takes a generator in newer versions only
+            return torch.empty_like(*args, **kwargs).normal_(generator=self.stream)
         func = _WITH_GENERATOR.get(func, func)
         require(any(argument.name == "generator" for argument in func._schema.arguments))
         return func(*args, **kwargs, generator=self.stream)
@@ -376,6 +378,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if name in ("clone", "_to_copy"):
             self._copies[_place(result)] = (len(self._steps), result, args[0])
             return partial(result.copy_, args[0])
+        if name == "masked_fill" and not _tensors(args[2:]):  # has no ``out``
+            self.add(partial(result.copy_, args[0]), {_place(args[0])}, {_place(result)})
+            return partial(result.masked_fill_, *args[1:])
         if name == "roll":  # has no ``out``
             return _rolling(func, args, result)
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
@@ -398,6 +403,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             self.add(result.normal_)
             self.add(scaled, {_place(scale)})
             return _elementwise("add", (result, mean), {}, result)
+        if name == "randn_like":
+            return partial(result.normal_)
         if name == "rand":
             return partial(result.uniform_)
         if name == "randint":

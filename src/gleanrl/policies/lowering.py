@@ -56,6 +56,9 @@ _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
 _GREEDY = "torchrl.modules.tensordict_module.exploration.EGreedyModule"
 _TANH = "torchrl.modules.tensordict_module.actors.TanhModule"
 _GAUSSIAN = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
+_ORNSTEIN = "torchrl.modules.tensordict_module.exploration.OrnsteinUhlenbeckProcessModule"
+_PROCESS = "torchrl.modules.tensordict_module.exploration._OrnsteinUhlenbeckProcess"
+_WITH_NOISE = (_TANH, _GAUSSIAN, _ORNSTEIN)
 _RANDOM = {
     "torchrl.modules.tensordict_module.exploration.RandomPolicy",
     "gleanrl.policies.random.RandomPolicy",
@@ -122,6 +125,8 @@ class Lowering:
         self.batch_shape = batch_shape
         self.for_rows = for_rows
         self.trace = trace
+        self.kept: Written = {}
+        """What the policy writes at the root and programs read at the next step."""
         self._known: dict[tuple[InteractionType | None, bool], Lowered] = {}
 
     def current(self, lower: bool) -> Lowered:
@@ -228,29 +233,39 @@ class _Recording:
             params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
             _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         else:
-            require(kind in (_Q_VALUES, _GREEDY, _TANH, _GAUSSIAN) and is_plain(module))
+            require(kind in (_Q_VALUES, _GREEDY, *_WITH_NOISE) and is_plain(module))
             require(vars(module).get("action_mask_key") is None)
             acting = module
             if kind == _GREEDY:
                 self._watch_choices(module)
-            elif kind in (_TANH, _GAUSSIAN):
-                acting = self._bounding(module) if kind == _GAUSSIAN else module
-                for name, setting in module.named_buffers():
-                    if name != "sigma":
-                        self._watch.hold(setting)
+            elif kind in _WITH_NOISE:
+                acting, more = self._noise(module, kind, unit)
+                reads += more
             written = self._record(unit, acting, reads)
         self._ops.prune(mark, written.values())
-        widened = reads if kind in (_TANH, _GAUSSIAN) else ()
+        for key in set(reads) & self._policy.kept.keys():
+            self._ops.add(partial(self._policy.kept[key].copy_, written[key]))
+        widened = reads if kind in _WITH_NOISE else ()
         self._prove_equal(module, reads, written, self._ops.calls(mark), widened)
         return written
 
+    def _noise(self, module: Any, kind: str, unit: Unit) -> tuple[Any, tuple[Key, ...]]:
+        """Return what records like ``module``, and what that reads beside its inputs."""
+        for name, setting in module.named_buffers():
+            if name in ("sigma", "eps"):
+                self._ops.changing([setting])
+            else:
+                self._watch.hold(setting)
+        if kind == _ORNSTEIN:
+            return module, self._remembering(module, unit)
+        return (self._bounding(module) if kind == _GAUSSIAN else module), ()
+
     def _bounding(self, module: Any) -> Any:
-        """Return a copy of ``module`` whose spec always clamps; its sigma is read at every step.
+        """Return a copy of ``module`` whose spec always clamps.
 
         The spec of ``module`` leaves values within its bounds as they are, and so does clamping,
         except for the sign of a zero that is a bound.
         """
-        self._ops.changing([module.sigma])
         spec = vars(module)["_spec"]
         require(qualified(type(spec)) == _COMPOSITE)
         bounds = spec[module.action_key]
@@ -262,6 +277,19 @@ class _Recording:
         acting = copy.copy(module)
         vars(acting)["_spec"] = {module.action_key: _Clamping(low, high)}
         return acting
+
+    def _remembering(self, module: Any, unit: Unit) -> tuple[Key, ...]:
+        """Return what ``module`` reads beside its inputs: its noise is that of the step before."""
+        process, begins = module.ou, as_key(module.is_init_key)
+        require(self._policy.for_rows and begins in unit.visible)
+        require(qualified(type(process)) == _PROCESS and is_plain(process))
+        self._watch.add(process)
+        keys = as_keys(process.out_keys)
+        for key in keys:
+            first = torch.zeros_like(unit.writes[key], memory_format=torch.contiguous_format)
+            self._cells[key] = self._policy.kept.setdefault(key, first)
+        self._ops.changing(map(self._cells.get, keys))
+        return begins, *keys
 
     def _draw(self, unit: Unit, policy: Any) -> Written:
         """Draw from the spec of ``policy`` where a call of it does that and nothing else."""
@@ -367,8 +395,7 @@ class _Recording:
         try:
             for trial in range(_TRIALS):
                 for key, value in given.items():
-                    spread = torch.linspace(-2.0, 2.0, value.numel()).view(value.shape)
-                    self._cells[key].copy_(value + spread * (100.0**trial - 1))
+                    self._cells[key].copy_(_widened(value, trial) if trial else value)
                 self._try_equal(module, reads, written, calls, trial)
         finally:
             for key, value in given.items():
@@ -404,6 +431,13 @@ class _Recording:
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+
+def _widened(value: Tensor, trial: int) -> Tensor:
+    """Return flags that are true in turn, or numbers that differ more with each ``trial``."""
+    if value.dtype is torch.bool:
+        return ((torch.arange(value.numel()) + trial) % 2 == 0).view(value.shape)
+    return value + torch.linspace(-2.0, 2.0, value.numel()).view(value.shape) * 100.0**trial
 
 
 class _Clamping:
