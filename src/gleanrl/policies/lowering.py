@@ -288,7 +288,7 @@ class _Recording:
         for key in keys:
             first = torch.zeros_like(unit.writes[key], memory_format=torch.contiguous_format)
             self._cells[key] = self._policy.kept.setdefault(key, first)
-        self._ops.changing(map(self._cells.get, keys))
+        self._ops.changing(self._cells[key] for key in keys)
         return begins, *keys
 
     def _draw(self, unit: Unit, policy: Any) -> Written:
