@@ -68,7 +68,7 @@ def moved(env: Any, collector: Any) -> None:
 def test_recorded_steps_are_those_of_the_environment(build, change):
     explained = assert_equal(build, change=change, actor=policy)
     assert all(BY_PARTS in text for text in explained)
-    assert "in a worker: called as it is" in explained[0]  # they were started before, for a seed
+    assert "in a worker: 1 x GymWrapper, the Gymnasium environment in it stepped" in explained[0]
 
 
 def both() -> Any:

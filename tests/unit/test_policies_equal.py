@@ -19,8 +19,8 @@ from tests.covering import ALL
 from torch import distributions as D
 from torch import nn
 from torchrl import modules as rl
+from torchrl.data import Bounded, OneHot
 from torchrl.data import Categorical as CategoricalSpec
-from torchrl.data import OneHot
 
 from gleanrl import Collector, modules
 from gleanrl.envs import GymEnv
@@ -111,6 +111,14 @@ class Grid(nn.Module):
 
 
 SAFE = rl.SafeProbabilisticModule
+
+
+def noisy(low, *, clamp=False, **options):
+    """Return a policy whose actions leave their bounds until they are clamped."""
+    spec = Bounded(low, 2.0, (3,))
+    tanh = rl.TanhModule(in_keys=["param"], out_keys=["action"], spec=spec, clamp=clamp)
+    noise = rl.AdditiveGaussianModule(spec, 3.0, std=0.7, mean=0.1, **options)
+    return Seq(Mod(net(3), ["observation"], ["param"]), tanh, noise)
 
 
 def normals(library):
@@ -258,6 +266,10 @@ STOCHASTIC = {
         (RANDOM, MEAN),
     ),
     "truncated": (lambda: gaussian(rl.TruncatedNormal), FLOATS, 1, (RANDOM, DETERMINISTIC)),
+    "noisy": (lambda: noisy(-0.5), FLOATS, 3, (RANDOM, MODE)),
+    "noisy-clamped": (lambda: noisy(-0.5, clamp=True), FLOATS, 3, (RANDOM,)),
+    "noisy-from-zero": (lambda: noisy(0.0), FLOATS, 2, (RANDOM,)),
+    "noisy-with-hook": (lambda: noisy(-0.5, safe=True), FLOATS, 2, (RANDOM,)),
     "bernoulli": (lambda: actor(net(3), D.Bernoulli), FLOATS, 1, (RANDOM, MODE)),
 }
 STOCHASTIC |= normals(rl) | {f"{name}-ours": case for name, case in normals(modules).items()}

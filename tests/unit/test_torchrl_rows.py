@@ -40,7 +40,14 @@ from torchrl.envs import (
     VecNorm,
     VecNormV2,
 )
-from torchrl.modules import MLP, EGreedyModule, QValueActor
+from torchrl.modules import (
+    MLP,
+    AdditiveGaussianModule,
+    EGreedyModule,
+    OrnsteinUhlenbeckProcessModule,
+    QValueActor,
+    TanhModule,
+)
 from torchrl.modules import RandomPolicy as TheirRandomPolicy
 from torchrl_rig import (
     BY_PARTS,
@@ -161,6 +168,70 @@ def test_epsilon_greedy_actions_are_recorded(categorical, change):
     assert_like_torchrl(build, actor)
     explained = assert_equal(build, actor=actor, change=change, rounds=4)
     assert "EGreedyModule: tensor calls" in explained[0]
+
+
+class Wider(AdditiveGaussianModule):
+    """A stranger's subclass."""
+
+    def _add_noise(self, action):
+        return super()._add_noise(2 * action)
+
+
+def moved_bounds(env, collector):
+    """Change a bound of the noise in place."""
+    vars(collector.policy[2].spec["action"].space)["_low"].add_(0.2)
+
+
+@pytest.mark.parametrize("kind", [AdditiveGaussianModule, Wider])
+@pytest.mark.parametrize(
+    "change", [lambda env, collector: collector.policy[2].step(5), moved_bounds]
+)
+def test_gaussian_noise_is_recorded(kind, change):
+    def actor():
+        torch.manual_seed(1)
+        spec = toy().action_spec
+        net = TensorDictModule(nn.Linear(3, 2), in_keys=SEEN, out_keys=["param"])
+        tanh = TanhModule(in_keys=["param"], out_keys=["action"], spec=spec)
+        return TensorDictSequential(net, tanh, kind(spec, annealing_num_steps=20))
+
+    assert_like_torchrl(toy, actor)
+    explained = assert_equal(toy, actor=actor, change=change, rounds=4)
+    assert "TanhModule: tensor calls" in explained[-1]
+    assert (f"{kind.__name__}: tensor calls" in explained[-1]) == (kind is AdditiveGaussianModule)
+
+
+def correlated():
+    """Return a policy whose noise depends on that of the step before."""
+    torch.manual_seed(1)
+    noise = OrnsteinUhlenbeckProcessModule(
+        toy().action_spec, sigma=2.0, sigma_min=0.1, annealing_num_steps=20, safe=False
+    )
+    return TensorDictSequential(policy(), noise)
+
+
+def hooked(env, collector):
+    """Have the noise called and recorded in turn."""
+    hooks = collector.policy[1]._forward_hooks
+    hooks.clear() if hooks else collector.policy[1].register_forward_hook(lambda *_: None)
+
+
+def saved(env, collector):
+    collector.load_state_dict(collector.state_dict())
+
+
+@pytest.mark.parametrize(
+    "change", [lambda env, collector: collector.policy[1].step(5), hooked, saved]
+)
+@pytest.mark.parametrize("inits", [True, False])
+def test_noise_that_remembers_is_recorded_where_beginnings_are_shown(inits, change):
+    def build():
+        marks = [InitTracker()] if inits else []
+        return TransformedEnv(SerialEnv(2, toy), Compose(StepCounter(4), *marks))
+
+    with quiet():
+        assert_like_torchrl(build, correlated)
+        explained = assert_equal(build, actor=correlated, change=change, rounds=4)
+    assert ("OrnsteinUhlenbeckProcessModule: tensor calls" in explained[0]) == inits
 
 
 def test_a_random_policy_that_does_more_is_called():

@@ -8,80 +8,116 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+from select import poll
 from socket import AF_UNIX, SOCK_DGRAM, socket
+from types import FrameType
 from typing import Any
 
 from gleanrl.core.keys import as_key, next_key
 from gleanrl.core.window import Window
 from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
 from gleanrl.envs.rehearsal_proof import transformed_rows
-from gleanrl.envs.tensordict_envs import TensorDictHandle, is_tensordict_env
-from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS
-from gleanrl.envs.torchrl_parts import waits_for_workers
+from gleanrl.envs.tensordict_envs import TensorDictHandle
+from gleanrl.envs.torchrl_members import BY_PARTS, EXPLAIN, FLAGS, STEP, STEPPING
+from gleanrl.envs.torchrl_parts import ordinary_parallel_env
 from gleanrl.operations.proofs import has_source
 
 _HOME, _LOOP = "torchrl.envs.batched_envs", "_run_worker_pipe_shared_mem"
 _PROVEN = "6067533195cb0bf3"
-"""The beginning of the SHA-256 of the loop's source, in torchrl 0.14.1: so it treats commands as it
-did when `_Steps` was compared with it."""
-_theirs: list[Any] = []
-"""TorchRL's loop, in processes that started workers, and in processes forked from these."""
+"""The beginning of the SHA-256 of the loop's source, in torchrl 0.14.1."""
+_STR = ("__module__", "__class__")
+"""A command to TorchRL's loop: the path from any environment to ``str``, which is called."""
 
 
-def start_workers(env: Any) -> None:
-    """Start the workers of a ``ParallelEnv`` in ``env`` if it has none, as its first use would."""
-    base = waits_for_workers(env)
+def prepare_workers(env: Any) -> None:
+    """Have the workers of a ``ParallelEnv`` in ``env`` step by parts where they can.
+
+    If it has none, they are started, as its first use would.
+    """
+    base = ordinary_parallel_env(env)
     if base is None:
         return
-    module = sys.modules[_HOME]
-    loop = vars(module).get(_LOOP)
-    # Another thread may be starting workers.
-    if loop in (None, serve) or not has_source(_PROVEN, loop):
-        return
-    _theirs[:] = [loop]
-    setattr(module, _LOOP, serve)
-    try:
+    if base.is_closed:
         base.start()
-    finally:
-        setattr(module, _LOOP, loop)
-    vars(base)[BY_PARTS] = [worker.pid for worker in base._workers]
+    pids = [worker.pid for worker in base._workers]
+    if vars(base).get(BY_PARTS) == pids:
+        return
+    ours = find_spec("gleanrl")
+    home = _Called(getattr, _Called(find_spec, "gleanrl"), "origin", None)
+    with suppress(ConnectionError, EOFError):  # of workers that ended, which is noticed later
+        for channel in base.parent_channels:  # what cannot be imported there would end them
+            if ours is None or _told(base, channel, home) != ours.origin:
+                return
+        if all(_told(base, one, _Called(take_over)) == "True" for one in base.parent_channels):
+            vars(base)[BY_PARTS] = pids
 
 
-def serve(**options: Any) -> None:
-    """Be a worker: TorchRL's loop with its ``options``."""
-    loop = _theirs[0] if _theirs else pkgutil.resolve_name(f"{_HOME}.{_LOOP}")
-    steps, make = _Steps(options), options["env_fun"]
+class _Called:
+    """A call that is made where this is unpickled, in place of this."""
 
-    def made(**kwargs: Any) -> Any:
-        steps.env = make(**kwargs)
-        return steps.env
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
 
-    if is_tensordict_env(make):
-        steps.env = make
-    else:
-        options["env_fun"] = made
-    loop(**{**options, "child_pipe": steps})
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def _told(base: Any, channel: Any, value: _Called) -> str:
+    """Return the text of ``value`` in the worker at the other end of ``channel``.
+
+    Raises:
+        ConnectionError, EOFError: it ended.
+        TimeoutError: it did not answer in the time that TorchRL gives it.
+    """
+    channel.send((_STR, ((value,), {})))
+    if not channel.poll(base.BATCHED_PIPE_TIMEOUT):
+        raise TimeoutError("a worker of a ParallelEnv does not answer")
+    return str(channel.recv()[1])
+
+
+def take_over() -> bool:
+    """Carry out steps from now on, in the worker whose loop is receiving the call of this.
+
+    Returns:
+        Whether that loop treats commands as it did when `_Steps` was compared with it.
+    """
+    with suppress(Exception):  # the loop goes on as it is
+        loop = pkgutil.resolve_name(f"{_HOME}.{_LOOP}")
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not loop.__code__:
+            frame = frame.f_back
+        if frame is not None and has_source(_PROVEN, loop):
+            _Steps(frame.f_locals)
+            return True
+    return False
 
 
 class _Steps:
-    """The worker's end of its channel, which carries out steps by itself."""
+    """Carries out steps for TorchRL's loop, at its end of the channel."""
 
-    env: Any
     _command: tuple[str, Any]
     _why = "it has taken no step yet"
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._pipe, self._memory = options["child_pipe"], options["shared_tensordict"]
-        self._done, self._index = options["shm_done_flags"], options["worker_idx"]
-        self.send, self.close = self._pipe.send, self._pipe.close
+    def __init__(self, held: Any) -> None:
+        self._pipe, self._memory, self._env = (
+            held[name] for name in ("child_pipe", "shared_tensordict", "env")
+        )
+        self._done, self._index = held["shm_done_flags"], held["worker_idx"]
         self._rows: Any = None  # `TransformedRows`, where the parts are known
         self._tried = self._begun = False
+        self._ready = poll()
+        self._ready.register(self._pipe.fileno())
+        self._pipe.poll, self._pipe.recv = self.poll, self.recv
 
     def poll(self, timeout: float) -> bool:
         """Wait until there is a command for TorchRL's loop, and tell whether one came in time."""
-        while self._pipe.poll(timeout):
-            self._command = self._pipe.recv()
+        while self._ready.poll(timeout * 1000.0):
+            message = self._pipe.recv_bytes()
+            self._command = STEPPING if message == STEP else ForkingPickler.loads(message)
             if not self._carried_out():
                 self._begun = False
                 return True
@@ -97,7 +133,7 @@ class _Steps:
             with suppress(OSError), socket(AF_UNIX, SOCK_DGRAM) as answer:  # it came too late
                 answer.sendto(text.encode(), self._command[1])
             return True
-        if self._command != ("step", {}) or not self._can_step():
+        if self._command != STEPPING or not self._can_step():
             return False
         for _, after in self._flags:
             after[...] = False
@@ -127,8 +163,8 @@ class _Steps:
 
     def _open(self) -> None:
         """Find the rows; `Unproven` if the environment has to be stepped by its own methods."""
-        root = self._memory.exclude("next", *self.env.reset_keys, *self.env.action_keys)
-        rows = transformed_rows(TensorDictHandle(self.env, root.clone()))
+        root = self._memory.exclude("next", *self._env.reset_keys, *self._env.action_keys)
+        rows = transformed_rows(TensorDictHandle(self._env, root.clone()))
         layout = rows.layout
         held = {as_key(key): value for key, value in self._memory.items(True, True)}
         after = [*layout.observations, *layout.rewards, *FLAGS]

@@ -162,11 +162,15 @@ class RecordedStep:
             memory.reset_members(ended)
             for call in self._reset_calls:
                 call()
+            some = len(ended) < memory.count
+            places: Sequence[Any] = ended if some else [...]  # a list as an index takes longer
             for roots, source, root in self._roots:
-                roots[t][ended] = source[ended]
-                if root is not None:
-                    root[ended] = source[ended]
-            if len(ended) < memory.count:
+                row = roots[t]
+                for env in places:
+                    row[env] = source[env]
+                    if root is not None:
+                        root[env] = source[env]
+            if some:
                 self._on_partial_reset(ended)
             self.reset_s += monotonic() - began
         return ended
@@ -309,7 +313,8 @@ class _Memory:
         """Reset members, into the row for this."""
         self.members.reset(envs)
         self._mask.fill(False)
-        self._mask[envs] = True
+        for env in envs:
+            self._mask[env] = True
 
 
 def _require_fields(

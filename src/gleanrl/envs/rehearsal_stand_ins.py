@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import gymnasium as gym
@@ -100,6 +101,10 @@ class TapedWorker:
             for key in ("done", "terminated", "truncated"):
                 self._root[key].zero_()
         self._done[self._index] = 1
+
+    def send_bytes(self, message: bytes) -> None:
+        """Do what the command in ``message`` says."""
+        self.send(ForkingPickler.loads(message))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         shape, drawn = tuple(like.shape), self._draw

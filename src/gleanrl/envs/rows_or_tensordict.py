@@ -15,7 +15,7 @@ from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.envs.async_pool import AsyncPool, is_async_pool
 from gleanrl.envs.factory import build, closed_on_error, is_built, is_id
 from gleanrl.envs.gymnasium import GymnasiumEnv, check_spaces, without_call_checks
-from gleanrl.envs.inside_torchrl_worker import start_workers
+from gleanrl.envs.inside_torchrl_worker import prepare_workers
 from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting import RestartingEnv, Restarts
@@ -166,7 +166,7 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
     if options.env_device is not None and env.device != options.env_device:
         env = env.to(options.env_device)
     if options.fast:
-        start_workers(env)
+        prepare_workers(env)
     handle = TensorDictHandle(env)
     if not options.fast:
         return handle

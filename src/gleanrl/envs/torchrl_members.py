@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from os import sched_yield
 from socket import AF_UNIX, SOCK_DGRAM, socket
 from time import monotonic
@@ -31,6 +32,9 @@ FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
 BY_PARTS = "_workers_by_parts"
 """The attribute of a ``ParallelEnv`` with the ids of workers that step by parts if they can."""
+STEPPING: tuple[str, Any] = ("step", {})
+STEP = bytes(ForkingPickler.dumps(STEPPING))
+"""TorchRL's command to take a step, and the same as a message."""
 EXPLAIN = "explain how it steps"
 """The command to such a worker, with the address of the socket for its answer.
 
@@ -151,7 +155,7 @@ class WorkerMembers:
 
     def step(self) -> None:
         """Step with the actions in the raw row."""
-        self._order(self._workers, ("step", {}))
+        self._order(self._workers, STEP)
 
     def reset(self, envs: Sequence[int]) -> None:
         """Reset some; the rows of the others are those of the last step."""
@@ -160,14 +164,14 @@ class WorkerMembers:
             root[others] = after[others]
         self._resets[...] = False
         self._resets[envs] = True
-        self._order(envs, ("reset", (["_reset"], {})))
+        self._order(envs, ForkingPickler.dumps(("reset", (["_reset"], {}))))
 
-    def _order(self, workers: Sequence[int], command: tuple[str, Any]) -> None:
+    def _order(self, workers: Sequence[int], message: bytes | memoryview) -> None:
         base = self._base
         done = base._shm_done_flags
         with contextlib.suppress(OSError):  # of workers that ended, which is noticed below
             for worker in workers:
-                base.parent_channels[worker].send(command)
+                base.parent_channels[worker].send_bytes(message)
         end = monotonic() + _LOOKING_S
         while monotonic() < end and not all(done[worker] for worker in workers):
             sched_yield()

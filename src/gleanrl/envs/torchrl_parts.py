@@ -229,11 +229,11 @@ def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module,
     return parts
 
 
-def waits_for_workers(env: Any) -> Any:
-    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it, without workers."""
+def ordinary_parallel_env(env: Any) -> Any:
+    """Return the ``ParallelEnv`` in ``env`` if it is as TorchRL made it, else ``None``."""
     base: Any = _peeled(env)[0]
     with contextlib.suppress(Unproven):
-        if qualified(type(base)) == _PARALLEL and base.is_closed:
+        if qualified(type(base)) == _PARALLEL:
             _require_own_methods(base)
             return base if base._use_buffers and base._owns_workers else None
     return None

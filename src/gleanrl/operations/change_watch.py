@@ -10,6 +10,9 @@ layers                              memory of weights and buffers; their values 
 ``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
 ``QValueModule``                    ``action_space``, ``action_mask_key``, keys
 ``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
+``TanhModule``                      keys, flags, bounds by value
+``AdditiveGaussianModule``          keys, its spec and all in that; sigma at every step
+``OrnsteinUhlenbeckProcessModule``  keys, settings of the process; epsilon at every step
 ``RandomPolicy``                    its attributes, its spec and all in that
 distributions                       classes of all that an instance is built of; bounds by value
 sequences and wrappers              ``_modules``, keys, flags

@@ -137,6 +137,8 @@ class OwnStream(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
             return func(*args, **kwargs)
+        if func is _ATEN.randn_like.default:  # takes a generator in newer versions only
+            return torch.empty_like(*args, **kwargs).normal_(generator=self.stream)
         func = _WITH_GENERATOR.get(func, func)
         require(any(argument.name == "generator" for argument in func._schema.arguments))
         return func(*args, **kwargs, generator=self.stream)
@@ -357,18 +359,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if name == "_local_scalar_dense":
             self.reads_counts = True
             return _nothing if type(result) is int else None
-        if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
-            # What torch does for one draw, without its checks and copies.
-            noise = torch.empty_like(args[0])
-            self.add(noise.exponential_)
-            self.add(partial(torch.div, args[0], noise, out=noise), {_place(args[0])})
-            return partial(torch.argmax, noise, -1, True, out=result)
-        if name == "rand":
-            return partial(result.uniform_)
-        if name == "randint":
-            return partial(result.random_, *([0] if len(args) == 2 else []), *args[:-1])
         if not _UNKNOWN.isdisjoint(func.tags):
-            return None
+            return self._replayable_draw(name, args, kwargs, result)
         if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
             return partial(_copy_result, lambda: func(*args)[0], result[0])
         self.first.setdefault(name, result)
@@ -382,10 +374,38 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if name in ("clone", "_to_copy"):
             self._copies[_place(result)] = (len(self._steps), result, args[0])
             return partial(result.copy_, args[0])
+        if name == "masked_fill" and not _tensors(args[2:]):  # has no ``out``
+            self.add(partial(result.copy_, args[0]), {_place(args[0])}, {_place(result)})
+            return partial(result.masked_fill_, *args[1:])
         if name == "roll":  # has no ``out``
             return _rolling(func, args, result)
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
         return call if call is not None and _repeats(call, _tensors(result)) else None
+
+    def _replayable_draw(
+        self, name: str, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> Callable[[], Any] | None:
+        """Return what draws ``result`` again, without torch's checks and copies."""
+        if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
+            noise = torch.empty_like(args[0])
+            self.add(noise.exponential_)
+            self.add(partial(torch.div, args[0], noise, out=noise), {_place(args[0])})
+            return partial(torch.argmax, noise, -1, True, out=result)
+        if name == "normal" and len(_tensors(args)) == 2:
+            mean, scale = args
+            scaled = _elementwise("mul", (result, scale), {}, result)
+            if scaled is None:
+                return None
+            self.add(result.normal_)
+            self.add(scaled, {_place(scale)})
+            return _elementwise("add", (result, mean), {}, result)
+        if name == "randn_like":
+            return partial(result.normal_)
+        if name == "rand":
+            return partial(result.uniform_)
+        if name == "randint":
+            return partial(result.random_, *([0] if len(args) == 2 else []), *args[:-1])
+        return None
 
     # -- checks ----------------------------------------------------------------------------------
 

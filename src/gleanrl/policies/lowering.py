@@ -6,6 +6,7 @@ exception on the way means: call it as it is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,12 +54,18 @@ _DROPPED: Key = ("_",)
 _SAFE_MODULE = "torchrl.modules.tensordict_module.probabilistic.SafeProbabilisticModule"
 _Q_VALUES = "torchrl.modules.tensordict_module.actors.QValueModule"
 _GREEDY = "torchrl.modules.tensordict_module.exploration.EGreedyModule"
+_TANH = "torchrl.modules.tensordict_module.actors.TanhModule"
+_GAUSSIAN = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
+_ORNSTEIN = "torchrl.modules.tensordict_module.exploration.OrnsteinUhlenbeckProcessModule"
+_PROCESS = "torchrl.modules.tensordict_module.exploration._OrnsteinUhlenbeckProcess"
+_WITH_NOISE = (_TANH, _GAUSSIAN, _ORNSTEIN)
 _RANDOM = {
     "torchrl.modules.tensordict_module.exploration.RandomPolicy",
     "gleanrl.policies.random.RandomPolicy",
 }
 _COMPOSITE = "torchrl.data.tensor_specs.Composite"
 _CHOICES = {f"torchrl.data.tensor_specs.{name}" for name in ("Categorical", "OneHot")}
+_BOUNDED = {f"torchrl.data.tensor_specs.{name}" for name in ("Bounded", "BoundedContinuous")}
 
 
 @dataclass(slots=True)
@@ -118,6 +125,8 @@ class Lowering:
         self.batch_shape = batch_shape
         self.for_rows = for_rows
         self.trace = trace
+        self.kept: Written = {}
+        """What the policy writes at the root and programs read at the next step."""
         self._known: dict[tuple[InteractionType | None, bool], Lowered] = {}
 
     def current(self, lower: bool) -> Lowered:
@@ -216,21 +225,71 @@ class _Recording:
             return self._tensors(unit, module.module, module.in_keys, module.out_keys, names)
         reads = as_keys(module.in_keys)
         require(set(reads) <= set(unit.visible))
-        mark = self._ops.mark()
+        mark, kind = self._ops.mark(), qualified(type(module))
+        self._watch.add(module)
         if isinstance(module, ProbabilisticTensorDictModule):
-            _require_plain_draw(module, qualified(type(module)) == _SAFE_MODULE)
+            _require_plain_draw(module, kind == _SAFE_MODULE)
             written = self._record(unit, module, reads)
             params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
             _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         else:
-            require(qualified(type(module)) in (_Q_VALUES, _GREEDY) and is_plain(module))
+            require(kind in (_Q_VALUES, _GREEDY, *_WITH_NOISE) and is_plain(module))
             require(vars(module).get("action_mask_key") is None)
-            if qualified(type(module)) == _GREEDY:
+            acting = module
+            if kind == _GREEDY:
                 self._watch_choices(module)
-            written = self._record(unit, module, reads)
+            elif kind in _WITH_NOISE:
+                acting, more = self._noise(module, kind, unit)
+                reads += more
+            written = self._record(unit, acting, reads)
         self._ops.prune(mark, written.values())
-        self._prove_equal(module, reads, written, self._ops.calls(mark))
+        for key in set(reads) & self._policy.kept.keys():
+            self._ops.add(partial(self._policy.kept[key].copy_, written[key]))
+        widened = reads if kind in _WITH_NOISE else ()
+        self._prove_equal(module, reads, written, self._ops.calls(mark), widened)
         return written
+
+    def _noise(self, module: Any, kind: str, unit: Unit) -> tuple[Any, tuple[Key, ...]]:
+        """Return what records like ``module``, and what that reads beside its inputs."""
+        for name, setting in module.named_buffers():
+            if name in ("sigma", "eps"):
+                self._ops.changing([setting])
+            else:
+                self._watch.hold(setting)
+        if kind == _ORNSTEIN:
+            return module, self._remembering(module, unit)
+        return (self._bounding(module) if kind == _GAUSSIAN else module), ()
+
+    def _bounding(self, module: Any) -> Any:
+        """Return a copy of ``module`` whose spec always clamps.
+
+        The spec of ``module`` leaves values within its bounds as they are, and so does clamping,
+        except for the sign of a zero that is a bound.
+        """
+        spec = vars(module)["_spec"]
+        require(qualified(type(spec)) == _COMPOSITE)
+        bounds = spec[module.action_key]
+        require(qualified(type(bounds)) in _BOUNDED)
+        self._watch.add_spec(spec)
+        low, high = bounds.space.low.clone(), bounds.space.high.clone()
+        require(bool((low != 0).all() and (high != 0).all()))
+        self._ops.constants([low, high])
+        acting = copy.copy(module)
+        vars(acting)["_spec"] = {module.action_key: _Clamping(low, high)}
+        return acting
+
+    def _remembering(self, module: Any, unit: Unit) -> tuple[Key, ...]:
+        """Return what ``module`` reads beside its inputs: its noise is that of the step before."""
+        process, begins = module.ou, as_key(module.is_init_key)
+        require(self._policy.for_rows and begins in unit.visible)
+        require(qualified(type(process)) == _PROCESS and is_plain(process))
+        self._watch.add(process)
+        keys = as_keys(process.out_keys)
+        for key in keys:
+            first = torch.zeros_like(unit.writes[key], memory_format=torch.contiguous_format)
+            self._cells[key] = self._policy.kept.setdefault(key, first)
+        self._ops.changing(self._cells[key] for key in keys)
+        return begins, *keys
 
     def _draw(self, unit: Unit, policy: Any) -> Written:
         """Draw from the spec of ``policy`` where a call of it does that and nothing else."""
@@ -300,7 +359,6 @@ class _Recording:
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
-        self._watch.add(module)
         self._ops.constants(self._watch.tensors)
         with self._ops:
             td = module(td)
@@ -321,35 +379,75 @@ class _Recording:
         return written
 
     def _prove_equal(
-        self, module: Any, reads: Sequence[Key], written: Written, calls: Sequence[Any]
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        written: Written,
+        calls: Sequence[Any],
+        widened: Sequence[Key] = (),
     ) -> None:
         """Prove that ``calls`` give what ``module`` gives, and draw the same random numbers.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
+        Entries that are ``widened`` may have any values, and have also large ones.
         """
+        given = {key: self._cells[key].clone() for key in widened}
+        try:
+            for trial in range(_TRIALS):
+                for key, value in given.items():
+                    self._cells[key].copy_(_widened(value, trial) if trial else value)
+                self._try_equal(module, reads, written, calls, trial)
+        finally:
+            for key, value in given.items():
+                self._cells[key].copy_(value)
+
+    def _try_equal(
+        self,
+        module: Any,
+        reads: Sequence[Key],
+        written: Written,
+        calls: Sequence[Any],
+        trial: int,
+    ) -> None:
         own = OwnStream()
-        for trial in range(_TRIALS):
-            td = TensorDict({}, batch_size=self._policy.batch_shape)
-            for key in reads:
-                td.set(key, self._cells[key].clone())
-            if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
-                _watch_distribution(self._watch, module.get_dist(td))
-            own.stream.manual_seed(trial)
-            with own:
-                td = module(td)
-            state = own.stream.get_state()
-            own.stream.manual_seed(trial)
-            with own:
-                for call in calls:
-                    call()
-            require(torch.equal(state, own.stream.get_state()))
-            require(all(equal(td.get(key), value) for key, value in written.items()))
+        td = TensorDict({}, batch_size=self._policy.batch_shape)
+        for key in reads:
+            td.set(key, self._cells[key].clone())
+        if trial == 0 and isinstance(module, ProbabilisticTensorDictModule):
+            _watch_distribution(self._watch, module.get_dist(td))
+        own.stream.manual_seed(trial)
+        with own:
+            td = module(td)
+        state = own.stream.get_state()
+        own.stream.manual_seed(trial)
+        with own:
+            for call in calls:
+                call()
+        require(torch.equal(state, own.stream.get_state()))
+        require(all(equal(td.get(key), value) for key, value in written.items()))
 
     def _read(self, key: Key) -> Tensor:
         cell = self._cells[key]
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+
+def _widened(value: Tensor, trial: int) -> Tensor:
+    """Return flags that are true in turn, or numbers that differ more with each ``trial``."""
+    if value.dtype is torch.bool:
+        return ((torch.arange(value.numel()) + trial) % 2 == 0).view(value.shape)
+    return value + torch.linspace(-2.0, 2.0, value.numel()).view(value.shape) * 100.0**trial
+
+
+class _Clamping:
+    """Stands in for a bounded spec."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self._low, self._high = low, high
+
+    def project(self, value: Tensor) -> Tensor:
+        return torch.clamp(value, self._low.expand_as(value), self._high.expand_as(value))
 
 
 def _draw_into(cell: Tensor, rand: Callable[[], Tensor]) -> None:

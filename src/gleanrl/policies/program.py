@@ -71,6 +71,7 @@ class ProgramPolicy:
         self._stays = env.device or (stored if staged else None)
         """The device of the rows of outputs, except actions; ``None`` for memory of the host."""
         self.signature = signature = _stored_on(signature, env, self._stays)
+        self._batch_dims = len(env.batch_shape)
         self.outputs: tuple[Field, ...] = signature.outputs
         self.states: tuple[Key, ...] = signature.states
         self.provided: Collection[Key] = signature.provided
@@ -94,15 +95,16 @@ class ProgramPolicy:
     def begin(self, window: Window, next_root: Window) -> None:
         """Bind to the rows of ``window``; reads the exploration type in force."""
         self._now = self._current()
-        program = self._now.program
-        if program is None or self._now.rest:
+        program, kept = self._now.program, self._lowering.kept
+        replayed = self._rows is self._replayed
+        if program is None or self._now.rest or (self.forgets and kept):
             # What the step before wrote, if a program did.
-            replayed = self._rows is self._replayed
-            self._called.begin(
-                window, next_root, self._replayed.program.written if replayed else {}
-            )
+            last = {**self._replayed.program.written, **kept} if replayed else {}
+            self._called.begin(window, next_root, last)
             self._rows = self._called
         else:
+            if kept and not replayed:
+                self._called.write_remembered(kept)
             self._replayed.begin(program, window, next_root)
             self._rows = self._replayed
         self.act = self._rows.act
@@ -125,11 +127,15 @@ class ProgramPolicy:
     @property
     def memory(self) -> Any:
         """What the policy wrote at the root before, ``None`` if nobody reads it."""
-        return None if self._rows is self._replayed else self._called.remembered()
+        if self._rows is not self._replayed:
+            return self._called.remembered()
+        return {key: value.clone() for key, value in self._lowering.kept.items()} or None
 
     @memory.setter
     def memory(self, entries: Any) -> None:
-        self._called.remember(entries)
+        if entries is not None:
+            self._rows = self._called
+            self._called.remember(entries)
 
     @property
     def forgets(self) -> bool:
@@ -147,6 +153,8 @@ class ProgramPolicy:
         """
         if self._rows is self._called:
             self._called.zero_memory(envs)
+        for value in self._lowering.kept.values():
+            value.view(-1, *value.shape[self._batch_dims :])[list(envs)] = 0
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
@@ -424,11 +432,16 @@ class _TensorDictOverRows:
             return None
         return {as_key(key): root.get(key).detach().clone() for key in root.keys(True, True)}
 
-    def remember(self, entries: Mapping[Key, torch.Tensor] | None) -> None:
-        if entries is not None:
-            self._root = self._first()
-            for key, value in entries.items():
-                self._root.set(item_name(key), value.to(self._device, copy=True))
+    def remember(self, entries: Mapping[Key, torch.Tensor]) -> None:
+        self._root = self._first()
+        for key, value in entries.items():
+            self._root.set(item_name(key), value.to(self._device, copy=True))
+
+    def write_remembered(self, entries: Mapping[Key, torch.Tensor]) -> None:
+        """Write into ``entries`` what the policy wrote at the root before, or zeros."""
+        for key, target in entries.items():
+            value = None if self._root is None else self._root.get(item_name(key), None)
+            target.copy_(torch.zeros(()) if value is None else value)
 
     def zero_memory(self, envs: Sequence[int]) -> None:
         root = self._root
