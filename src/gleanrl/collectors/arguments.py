@@ -13,7 +13,7 @@ import operator
 import os
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -444,7 +444,7 @@ def typed(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(arguments: Arguments) -> None:
     """Find contradictions between arguments, before anything is built."""
-    for wrong, message in _contradictions(arguments):
+    for message, wrong in _contradictions(arguments).items():
         if wrong:
             raise ArgumentTypeError(message)
     read_retry_limit("max_env_restarts", arguments["max_env_restarts"])
@@ -456,97 +456,65 @@ def check(arguments: Arguments) -> None:
         check_schemes(arguments[name])
 
 
-def _contradictions(arguments: Arguments) -> Iterator[tuple[object, str]]:
-    whole = arguments["trajs_per_batch"] is not None
+def _contradictions(arguments: Arguments) -> dict[str, object]:
+    """Return the message of each possible contradiction, and whether there is that one."""
+    whole, ids = arguments["trajs_per_batch"] is not None, arguments["track_traj_ids"]
     apart = arguments["split_trajs"] or whole
-    yield (
-        apart and not arguments["track_traj_ids"],
-        "split_trajs and trajs_per_batch need track_traj_ids=True",
-    )
-    yield (
-        arguments["cat_results"] not in (None, "stack") and not arguments["track_traj_ids"],
-        f"cat_results={arguments['cat_results']!r} puts rollouts of workers one after another, and "
-        "only track_traj_ids=True tells where one ends; keep the ids, or leave cat_results out",
-    )
+    cat, updater = arguments["cat_results"], arguments["weight_updater"] is not None
     chunk, extend = arguments["replay_buffer_chunk"], arguments["extend_buffer"]
-    yield (
-        chunk not in (None, extend),  # its retired spelling
-        f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})",
-    )
-    yield (
-        arguments["weight_updater"] is not None and arguments["weight_sync_schemes"] is not None,
-        "give weight_sync_schemes or weight_updater, not both",
-    )
     factory, quota = arguments["policy_factory"] is not None, arguments["traj_quota"] is not None
-    yield (
-        arguments["weight_updater"] is not None and arguments["policy"] is not None and factory,
-        "policy and policy_factory exclude each other with a weight_updater; drop it, and weights "
-        "are taken from policy",
-    )
-    yield (
-        arguments["set_truncated"] and whole,
-        "set_truncated=True would cut trajectories where batches end; it excludes trajs_per_batch, "
-        "which delivers whole ones",
-    )
-    yield (
-        quota and not whole,
-        "traj_quota shares out whole trajectories: it needs trajs_per_batch",
-    )
-    yield (
-        arguments["traj_format"] == "cat" and not whole,
-        "traj_format='cat' needs trajs_per_batch",
-    )
-    yield (
-        whole and arguments["split_trajs"],
-        "trajs_per_batch already delivers whole trajectories; drop split_trajs",
-    )
-    yield (
-        quota and arguments["replay_buffer"] is not None,
-        "traj_quota is for batches that are handed over; into a replay_buffer trajectories go as "
-        "they are completed",
-    )
-    yield (
-        arguments["trajs_per_write"] is not None
-        and not (whole and arguments["replay_buffer"] is not None),
-        "trajs_per_write says how many whole trajectories are written at once: it needs "
-        "replay_buffer and trajs_per_batch",
-    )
-    yield (
-        quota and arguments["reset_at_each_iter"],
-        "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones are "
-        "preferred; it excludes traj_quota",
-    )
-    yield (
-        arguments["return_same_td"] and apart,
-        "return_same_td=True needs batches of one shape; it excludes split_trajs and "
-        "trajs_per_batch",
-    )
-    yield (
-        not arguments["reset_when_done"],
-        "reset_when_done=False is not supported: environments that end are always reset; use "
-        "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
-        "break_when_any_done=True) of an environment",
-    )
     buffer = arguments["replay_buffer"]
     stores = buffer is not None  # in place of delivered batches
-    yield (
-        arguments["compact_obs"] and isinstance(buffer, ReplayBuffer) and buffer.storage.compact,
+    compact = isinstance(buffer, ReplayBuffer) and buffer.storage.compact
+    return {
+        "split_trajs and trajs_per_batch need track_traj_ids=True": apart and not ids,
+        f"cat_results={cat!r} puts rollouts of workers one after another, and only "
+        "track_traj_ids=True tells where one ends; keep the ids, or leave cat_results out": (
+            cat not in (None, "stack") and not ids
+        ),
+        f"replay_buffer_chunk ({chunk}) contradicts extend_buffer ({extend})": (
+            chunk not in (None, extend)  # its retired spelling
+        ),
+        "give weight_sync_schemes or weight_updater, not both": (
+            updater and arguments["weight_sync_schemes"] is not None
+        ),
+        "policy and policy_factory exclude each other with a weight_updater; drop it, and weights "
+        "are taken from policy": updater and arguments["policy"] is not None and factory,
+        "set_truncated=True would cut trajectories where batches end; it excludes trajs_per_batch, "
+        "which delivers whole ones": arguments["set_truncated"] and whole,
+        "traj_quota shares out whole trajectories: it needs trajs_per_batch": quota and not whole,
+        "traj_format='cat' needs trajs_per_batch": arguments["traj_format"] == "cat" and not whole,
+        "trajs_per_batch already delivers whole trajectories; drop split_trajs": (
+            whole and arguments["split_trajs"]
+        ),
+        "traj_quota is for batches that are handed over; into a replay_buffer trajectories go as "
+        "they are completed": quota and stores,
+        "trajs_per_write says how many whole trajectories are written at once: it needs "
+        "replay_buffer and trajs_per_batch": (
+            arguments["trajs_per_write"] is not None and not (whole and stores)
+        ),
+        "reset_at_each_iter=True drops trajectories that outlast a batch, so that short ones are "
+        "preferred; it excludes traj_quota": quota and arguments["reset_at_each_iter"],
+        "return_same_td=True needs batches of one shape; it excludes split_trajs and "
+        "trajs_per_batch": arguments["return_same_td"] and apart,
+        "reset_when_done=False is not supported: environments that end are always reset; use "
+        "split_trajs=True or trajs_per_batch= to get whole trajectories, or the rollout("
+        "break_when_any_done=True) of an environment": not arguments["reset_when_done"],
         "compact_obs=True leaves out what the compact replay_buffer needs where an episode or a "
-        "rollout ends: drop it, the buffer stores each observation once by itself",
-    )
-    yield (
-        stores and arguments["use_buffers"],
-        "use_buffers=True and replay_buffer exclude each other",
-    )
-    yield (
-        stores and arguments["return_same_td"],
-        "return_same_td=True and replay_buffer exclude each other: nothing is returned",
-    )
-    yield (
-        stores and not extend and (apart or arguments["postproc"] is not None),
+        "rollout ends: drop it, the buffer stores each observation once by itself": (
+            arguments["compact_obs"] and compact
+        ),
+        "use_buffers=True and replay_buffer exclude each other": (
+            stores and arguments["use_buffers"]
+        ),
+        "return_same_td=True and replay_buffer exclude each other: nothing is returned": (
+            stores and arguments["return_same_td"]
+        ),
         "extend_buffer=False stores steps as they were made; it excludes split_trajs, "
-        "trajs_per_batch and postproc, which work on whole batches",
-    )
+        "trajs_per_batch and postproc, which work on whole batches": (
+            stores and not extend and (apart or arguments["postproc"] is not None)
+        ),
+    }
 
 
 def check_callables(**arguments: Any) -> None:

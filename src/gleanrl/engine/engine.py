@@ -13,13 +13,12 @@ from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ClosedError
 from gleanrl.core.options import FrameLimits
-from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.window import Window
 from gleanrl.engine.async_gather import AsyncGather
 from gleanrl.engine.batch_delivery import BatchOptions, BatchPlan
 from gleanrl.engine.frame_counts import FrameCounts
 from gleanrl.engine.gather import Gather, Rollouts, Undelivered
-from gleanrl.engine.session import MakeBackend, Session
+from gleanrl.engine.session import Session
 from gleanrl.engine.sync_gather import SyncGather
 
 _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
@@ -27,21 +26,10 @@ _STAYING = frozenset({"_turns", "closed", "discards", "failure", "set_aside"})
 
 
 class Engine(Session):
-    """Runs sources behind a backend and turns their rollouts into batches."""
+    """Runs sources behind a backend and turns their rollouts into batches, once it has a `plan`."""
 
-    def __init__(
-        self,
-        make_backend: MakeBackend,
-        factories: Sequence[SourceFactory],
-        *,
-        start_timeout: float | None = 120.0,
-    ) -> None:
-        """Start the workers; see `Session`. `plan` has to follow."""
-        self.set_aside: Engine | None = None
-        """The engine with the workers from before `exchange`, which closes with this one."""
-        self.discards: Counter[str] = Counter()
-        """Frames that were stepped but not delivered, by the reason."""
-        super().__init__(make_backend, factories, start_timeout=start_timeout)
+    set_aside: Engine | None = None
+    """The engine with the workers from before `exchange`, which closes with this one."""
 
     def plan(
         self,
@@ -84,6 +72,8 @@ class Engine(Session):
         if options.single:
             whole, envs = max(self.sizes) * options.joined, max(rows)
         limits = limits.rounded(whole, envs)
+        self.discards: Counter[str] = Counter()
+        """Frames that were stepped but not delivered, by the reason."""
         self.batches = plan = BatchPlan(self.backend.memory, self.layouts, self.steps, options)
         if options.single:
             own = [plan.worker_slots(worker) for worker in range(self.workers)]

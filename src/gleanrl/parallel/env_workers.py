@@ -121,18 +121,16 @@ class EnvWorkers:
         """Per worker, its groups, in the order of their numbers there."""
         self.pipes = WakeupPipes(self.count)
         self.only_rows, self.needs_all = plan.only_rows, plan.needs_all
-        make = partial(
-            ProcessBackend,
-            plan.threads,
-            plan.start_timeout,
-            replaces=plan.relaunches is not None,
-            affinity=plan.affinity,
-        )
         try:
             with naming_limits():
                 self.memory = SharedMemory()
             self.session = Session(
-                lambda _: make(),
+                lambda _: ProcessBackend(
+                    plan.threads,
+                    plan.start_timeout,
+                    replaces=plan.relaunches is not None,
+                    affinity=plan.affinity,
+                ),
                 [self._builder(plan, worker, stream) for worker in workers],
                 start_timeout=plan.start_timeout,
             )
