@@ -407,7 +407,7 @@ class _Agents:
         options: _Options,
     ) -> None:
         """Read the spaces of ``agents``; ``games`` were reset."""
-        self.name, self.agents, self._games = name, tuple(agents), games
+        self.name, self.agents = name, tuple(agents)
         env, first = games[0].env, games[0].observations
         observed, acted = (
             _same(name, agents, kind) for kind in (env.observation_space, env.action_space)
