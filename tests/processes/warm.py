@@ -332,7 +332,9 @@ if __name__ == "__main__":
     BASE = [entry for entry in sys.path if entry not in own]
     FOLDER = Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the tests' to handle
+    gc.disable()
     _import()
+    gc.enable()
     LOADED = list(sys.modules)
     if os.environ.get("GLEANRL_TESTS") != "all":
         for each in weakref.finalize._registry:  # of torch's operators, one by one
