@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
 _skipped: Counter[str] = Counter()
+# Garbage collections would take a quarter of the time of imports, and find nothing.
+gc.disable()
 
 # Dozens of processes import everything; nobody wants each of them to compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -33,6 +35,7 @@ sys.dont_write_bytecode = False
 def pytest_configure(config):
     """Where tests run side by side, have all Python programs started in no time."""
     if config.getoption("numprocesses", None):
+        gc.enable()
         warm.open_door()  # it imports while tests are collected
     elif hasattr(config, "workerinput"):
         _start_warm(pytest.MonkeyPatch())
@@ -49,6 +52,7 @@ def pytest_collection_finish():
     """Leave what imports made out of garbage collections: each would look at 400,000 objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

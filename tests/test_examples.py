@@ -19,8 +19,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 BUDGETS = {
     "ppo": (12_000, "improves"),
     "ppo_continuous": (4_000, ""),
-    "sac": (360, "moves"),
-    "dqn": (2_500, "moves"),  # workers store a quarter before the first sample
+    "sac": (560, "moves"),
+    "dqn": (5_000, "moves"),  # workers store some thousands before the first sample
     "recurrent_ppo": (6_144, "improves"),
     "impala": (20_480, "improves"),
     "ippo": (3_200, "moves"),

@@ -289,8 +289,7 @@ def _run(words: list[str]) -> None:
 
 LIBRARIES = ("torchrl.envs", "torchrl.collectors", "torchrl.testing.mocking_classes")
 LIBRARIES += ("pytest", "hypothesis", "rig", "encodings.idna", "torch.utils.serialization.config")
-LIBRARIES += ("gymnasium.envs.classic_control", "gymnasium.envs.mujoco", "ale_py", "cv2")
-LIBRARIES += ("pandas", "matplotlib.pyplot", "minatar.gym", "submitit", "torch.distributed.run")
+LIBRARIES += ("gymnasium.envs.classic_control", "torch.distributed.run", "pandas")
 """What tests, their environments and zygotes import, each process anew."""
 
 
@@ -312,13 +311,13 @@ def _import() -> None:
 
 
 def _end_soon() -> None:
-    """Have neither the modules of libraries taken apart nor their C++; Python's last exit function.
+    """Have GleanRL's modules alone taken apart, and no C++; Python's last exit function.
 
-    Modules are otherwise taken apart after those that import them, and GleanRL's still are.
+    Others are otherwise taken apart after those that import them, and in copies of their pages.
     """
     if os.environ.get("GLEANRL_TESTS") == "all":
         return
-    ends = {*sys.stdlib_module_names, "gleanrl", "__main__"}
+    ends = {*sys.builtin_module_names, "gleanrl", "__main__"}
     stay = [sys.modules.pop(name, None) for name in LOADED if name.partition(".")[0] not in ends]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stay))
     libc = ctypes.CDLL(None)
@@ -333,8 +332,13 @@ if __name__ == "__main__":
     BASE = [entry for entry in sys.path if entry not in own]
     FOLDER = Path(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the tests' to handle
+    gc.disable()
     _import()
+    gc.enable()
     LOADED = list(sys.modules)
+    if os.environ.get("GLEANRL_TESTS") != "all":
+        for each in weakref.finalize._registry:  # of torch's operators, one by one
+            each.atexit = False
     gc.freeze()  # what is there already is neither looked at nor copied by forks
     told = _Forks(socket.socket(fileno=int(sys.argv[1])), FOLDER).run()
     if told is not None:
