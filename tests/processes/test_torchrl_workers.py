@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
 from functools import partial
 from typing import Any
 
@@ -121,8 +123,21 @@ def test_it_gives_what_torchrls_collector_gives(build):
     assert_like_torchrl(build)
 
 
-def test_workers_that_are_spawned_step_by_parts():
+def without_gleanrl() -> Any:
+    """Return an environment in a process that cannot import GleanRL."""
+    if multiprocessing.parent_process() is not None:
+        sys.modules.update(gleanrl=None)  # type: ignore[dict-item]  # Python's way to say so
+    return toy()
+
+
+def test_a_worker_without_gleanrl_calls_its_environment():
+    explained = assert_equal(lambda: parallel(without_gleanrl))
+    assert "in a worker: called as it is" in explained[0]
+
+
+def test_workers_that_were_spawned_before_step_by_parts():
     env = ParallelEnv(1, partial(GymEnv, "CartPole-v1"), mp_start_method="spawn")
+    env.set_seed(0)
     with Collector(env, frames_per_batch=8, total_frames=8) as collector:
         assert next(iter(collector))["observation"].shape == (1, 8, 4)
         assert "in a worker: 1 x GymEnv, the Gymnasium environment in it" in collector.explain()

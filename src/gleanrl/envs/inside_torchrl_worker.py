@@ -29,6 +29,7 @@ from gleanrl.operations.proofs import has_source
 _HOME, _LOOP = "torchrl.envs.batched_envs", "_run_worker_pipe_shared_mem"
 _PROVEN = "6067533195cb0bf3"
 """The beginning of the SHA-256 of the loop's source, in torchrl 0.14.1."""
+_LONGEST_MS = 2**31 - 1
 _STR = ("__module__", "__class__")
 """A command to TorchRL's loop: the path from any environment to ``str``, which is called."""
 
@@ -39,7 +40,7 @@ def prepare_workers(env: Any) -> None:
     If it has none, they are started, as its first use would.
     """
     base = ordinary_parallel_env(env)
-    if base is None:
+    if base is None or _proven_loop() is None:
         return
     if base.is_closed:
         base.start()
@@ -83,17 +84,23 @@ def take_over() -> bool:
     """Carry out steps from now on, in the worker whose loop is receiving the call of this.
 
     Returns:
-        Whether that loop treats commands as it did when `_Steps` was compared with it.
+        Whether that is so.
     """
+    frame: FrameType | None = sys._getframe()
     with suppress(Exception):  # the loop goes on as it is
-        loop = pkgutil.resolve_name(f"{_HOME}.{_LOOP}")
-        frame: FrameType | None = sys._getframe()
+        loop = _proven_loop()
         while frame is not None and frame.f_code is not loop.__code__:
             frame = frame.f_back
-        if frame is not None and has_source(_PROVEN, loop):
+        if frame is not None:
             _Steps(frame.f_locals)
             return True
     return False
+
+
+def _proven_loop() -> Any:
+    """Return TorchRL's loop if it treats commands as it did when `_Steps` was compared with it."""
+    loop = pkgutil.resolve_name(f"{_HOME}.{_LOOP}")
+    return loop if has_source(_PROVEN, loop) else None
 
 
 class _Steps:
@@ -115,7 +122,7 @@ class _Steps:
 
     def poll(self, timeout: float) -> bool:
         """Wait until there is a command for TorchRL's loop, and tell whether one came in time."""
-        while self._ready.poll(timeout * 1000.0):
+        while self._ready.poll(min(timeout * 1000.0, _LONGEST_MS)):
             message = self._pipe.recv_bytes()
             self._command = STEPPING if message == STEP else ForkingPickler.loads(message)
             if not self._carried_out():

@@ -97,7 +97,7 @@ class ProgramPolicy:
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
-        if program is None or self._now.rest or (self.forgets and kept):
+        if program is None or self._now.rest or (kept and self.forgets):
             # What the step before wrote, if a program did.
             last = {**self._replayed.program.written, **kept} if replayed else {}
             self._called.begin(window, next_root, last)
