@@ -289,8 +289,13 @@ def meet(told: bool, chance: random.Random) -> str:
     """
     warnings.simplefilter("ignore")
     first: Any = "CartPole-v1" if told else partial(Saboteur, chance.randrange(1 << 30))
-    options = {"frames_per_batch": 16, "total_frames": -1, "launcher": "mp", "tcp_port": 0}
-    limits = {"timeout": 3.0, "start_timeout": 20.0, "sync": chance.random() < 0.5}
+    options: dict[str, Any] = {
+        "frames_per_batch": 16,
+        "total_frames": -1,
+        "launcher": "mp",
+        "tcp_port": 0,
+    }
+    limits: dict[str, Any] = {"timeout": 3.0, "start_timeout": 20.0, "sync": chance.random() < 0.5}
     restore: Callable[[], Any] = bool
     try:
         with gleanrl.DistributedCollector([first, "CartPole-v1"], **options, **limits) as collector:
