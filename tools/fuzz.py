@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 from tensordict import TensorDict
 
@@ -43,7 +44,8 @@ from gleanrl.transport.authenticated_channel import Channel, ForgedFrameError
 from gleanrl.transport.handshake import HandshakeError
 from tools import trials
 
-DEADLINE_S = 20
+DEADLINE_S = 120
+"""A node has 60 seconds to answer a command."""
 MOST_GROWTH_KB = 512 << 10
 _ENVS, _STEPS = 2, 12
 _SPARSE = 3 << 30
@@ -113,6 +115,8 @@ def make_all(folder: Path) -> None:
     (folder / "greeting" / "said").write_bytes(bytes(range(1, 69)))
     (folder / "messages").mkdir()
     (folder / "messages" / "said").write_bytes(_recorded(_FRAMES))
+    for name in ("told", "saboteur"):  # nothing in them is read
+        (folder / name).mkdir()
     with _collector(_buffers()["rows"]()) as collector:
         collector.next()
         (folder / "state").mkdir()
@@ -231,6 +235,85 @@ def _understand(frame: bytes) -> None:
         assert isinstance(command, m.Command | m.Failed)
 
 
+# -- nodes that know the key -----------------------------------------------------------------------
+
+
+class Saboteur(gym.Wrapper[Any, Any, Any, Any]):
+    """Has its node damage messages from its build or from one of its steps on."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.chance = random.Random(seed)
+        self.left = self.chance.randrange(40)
+        self._maybe()
+
+    def step(self, action: Any) -> Any:
+        """Take a step."""
+        self.left -= 1
+        self._maybe()
+        return self.env.step(action)
+
+    def _maybe(self) -> None:
+        if self.left == 0:
+            sabotage("send", self.chance)
+
+
+def sabotage(method: str, chance: random.Random) -> Callable[[], None]:
+    """Damage what channels of this process send, before it is sealed; return what ends that."""
+    send = getattr(Channel, method)
+
+    def damaged(channel: Channel, frame: bytes) -> Any:
+        said = [send(channel, one) for one in _damaged(frame, chance)]
+        return said[-1] if said else False
+
+    setattr(Channel, method, damaged)
+    return partial(setattr, Channel, method, send)
+
+
+def _damaged(frame: bytes, chance: random.Random) -> list[bytes]:
+    """Return what is sent in place of ``frame``; no pickle that reserves memory."""
+    noise = chance.randbytes(chance.randrange(60)).translate(None, b"pr")
+    kind = chance.choice([wire.KEY, wire.STOP, wire.WEIGHTS, wire.LEAVE, wire.BEAT])
+    head, ticket, place = bytearray(frame), chance.randint(-2, 9), chance.randint(-2, 3)
+    head[1 : wire._HEAD.size] = struct.pack("=qi", ticket, place)
+    cut, odd = frame[: chance.randrange(len(frame) + 1)], _nonsense(chance)
+    choices = [[frame], [frame], [], [frame, frame], [odd], [odd, frame], [bytes(head)], [cut]]
+    choices += [[kind], [kind + noise], [frame, kind + noise], [noise], [bytes(1 << 20)], [b""]]
+    return chance.choice(choices)
+
+
+def meet(told: bool, chance: random.Random) -> str:
+    """Collect with a node that sends damaged messages or is ``told`` them.
+
+    The learner collects whole batches, until an error of this library names the loss.
+    """
+    warnings.simplefilter("ignore")
+    first: Any = "CartPole-v1" if told else partial(Saboteur, chance.randrange(1 << 30))
+    options: dict[str, Any] = {
+        "frames_per_batch": 16,
+        "total_frames": -1,
+        "launcher": "mp",
+        "tcp_port": 0,
+    }
+    limits: dict[str, Any] = {"timeout": 3.0, "start_timeout": 20.0, "sync": chance.random() < 0.5}
+    restore: Callable[[], Any] = bool
+    try:
+        with gleanrl.DistributedCollector([first, "CartPole-v1"], **options, **limits) as collector:
+            restore = sabotage("post", chance) if told else bool
+            for count, batch in enumerate(collector):
+                assert bool((batch["next", "reward"] == 1).all())
+                if count == 12:
+                    break
+                if count % 3 == 0:
+                    collector.get_distant_attr("env.spec")
+    except GleanError as err:
+        kinds = (k.__name__ for k in type(err).__mro__ if k.__module__.startswith("gleanrl"))
+        return f"lost ({next(kinds)})"
+    finally:
+        restore()
+    return "collected"
+
+
 def _collector(buffer: gleanrl.ReplayBuffer) -> gleanrl.Collector:
     return gleanrl.Collector("CartPole-v1", num_envs=2, frames_per_batch=8, replay_buffer=buffer)
 
@@ -309,6 +392,8 @@ def read(path: Path, chance: random.Random) -> str:
         return _read_dataset(path, chance)
     if path.name == "greeting":
         return _greet(path / "said")
+    if path.name in ("told", "saboteur"):
+        return meet(path.name == "told", chance)
     if path.name == "messages":
         return _hear(path / "said", chance)
     if path.name.startswith("state"):

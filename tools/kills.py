@@ -169,8 +169,8 @@ def learn(case: Case, note: Path) -> str:
         KINDS[case.kind](case, note)
     except gleanrl.WorkerDied as err:
         seconds, text = time.monotonic() - float(note.read_text()), str(err)
-    victim = 0 if case.victim == "policy" else case.index  # its process is the collector's worker
-    named = f"worker {victim} " in text or f"node {victim} " in text
+    named = any(f"{kind} {case.index} " in text for kind in ("worker", "node"))
+    named = text.startswith("policy process ") if case.victim == "policy" else named
     assert named and "signal 9" in text, f"named wrongly: {text}"
     assert seconds <= LATE_S, f"named after {seconds:.1f} s"
     gc.collect()  # tracebacks hold the collector

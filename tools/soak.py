@@ -219,7 +219,7 @@ class Kills:
         """Kill processes of ``collector``."""
         self._collector, self._kind, self._rng = collector, kind, rng
         self._outages: list[Outage] = []
-        self._busy: set[int] = set()
+        self._busy: set[str] = set()
         """Workers that are being killed or replaced."""
         self.late = False
         """Whether a replacement did not join in time."""
@@ -227,9 +227,10 @@ class Kills:
     def strike(self) -> bool:
         """Kill a process at some moment of the next batch; tell whether one was there to kill."""
         stats = self._collector.stats("both")
-        worker = 0 if self._kind.policy else self._rng.randrange(WORKERS)
-        pid, share = int(stats[f"worker_{worker}/pid"]), 1.0 if self._kind.sync else 1 / WORKERS
-        if worker in self._busy or not stats[f"worker_{worker}/alive"]:
+        number = 0 if self._kind.policy else self._rng.randrange(WORKERS)
+        worker = "policy_process" if self._kind.policy else f"worker_{number}"
+        pid, share = int(stats[f"{worker}/pid"]), 1.0 if self._kind.sync else 1 / WORKERS
+        if worker in self._busy or not stats[f"{worker}/alive"]:
             return False
         back: Callable[[dict[str, Any]], bool] = partial(_is_back, worker, pid)
         if self._kind.policy and self._rng.random() < 0.2:
@@ -248,7 +249,7 @@ class Kills:
         threading.Timer(delay, self._kill, (worker, process, share, back)).start()
         return True
 
-    def _kill(self, worker: int, process: int, share: float, back: Callable[..., bool]) -> None:
+    def _kill(self, worker: str, process: int, share: float, back: Callable[..., bool]) -> None:
         outage = Outage(share, time.monotonic())
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -279,8 +280,8 @@ class Kills:
         )
 
 
-def _is_back(worker: int, pid: int, stats: dict[str, Any]) -> bool:
-    return bool(stats[f"worker_{worker}/alive"]) and stats[f"worker_{worker}/pid"] != pid
+def _is_back(worker: str, pid: int, stats: dict[str, Any]) -> bool:
+    return bool(stats[f"{worker}/alive"]) and stats[f"{worker}/pid"] != pid
 
 
 def _more_relaunches(before: float, stats: dict[str, Any]) -> bool:

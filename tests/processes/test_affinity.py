@@ -78,7 +78,7 @@ def test_central_inference_pins_the_policy_and_the_workers_apart(given):
         while len(found) < 2:
             found |= seen(collector.next())
         assert found == dict(enumerate(map(bits, given or [ALLOWED] * 2)))
-        pid = int(collector.stats("per_worker")["worker_0/pid"])
+        pid = int(collector.stats("per_worker")["policy_process/pid"])
         assert os.sched_getaffinity(pid) == {ONE}
 
 

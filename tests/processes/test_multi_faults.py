@@ -587,3 +587,15 @@ def test_nothing_outlives_a_learner_that_is_killed_or_interrupted_or_just_ends(s
     pids, *batches = out.splitlines()
     rig.await_end(map(int, pids.split()))
     assert (batches, err, started["at its end"].returncode) == (["16"], "", 0)
+
+
+def test_a_command_that_waits_for_a_rollout_has_the_deadline_of_the_rollout():
+    with MultiAsyncCollector(
+        [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)],
+        frames_per_batch=8,
+        total_frames=-1,
+        timeout=0.5,
+    ) as collector:
+        collector.next()  # worker 1 is in its first rollout
+        with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\] .* 0.5 s"):
+            collector.get_distant_attr("env.number")

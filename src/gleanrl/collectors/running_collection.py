@@ -68,6 +68,7 @@ class Collection:
         self._several = not plan.in_process
         # With central inference it bounds a step of the environments, not a rollout.
         self.timeout: float | None = None if plan.central else plan.arguments["timeout"]
+        engine.rollout_s = self.timeout
         watched = self.timeout is not None and plan.in_process
         self._late = StackWatch(self.timeout or 0.0) if watched else None
         """Warns of a rollout in this thread that is late."""

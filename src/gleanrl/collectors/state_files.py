@@ -148,8 +148,9 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
         size, checksum, text = _read_text(path, file)
         data = bytearray(size - len(text))
         file.readinto(data)
-        if zlib.crc32(data, zlib.crc32(text)) != checksum:
-            raise ConfigError(_damaged(path, "the checksum differs"))
+        if (found := zlib.crc32(data, zlib.crc32(text))) != checksum:
+            why = f"its checksum is {found}, and was {checksum} when saved"
+            raise ConfigError(_damaged(path, why))
         described = json.loads(text)
         version, library = described["version"], described["library"]
         if version != _VERSION:

@@ -105,6 +105,8 @@ class Session:
     """Whether the others continue when workers are lost."""
     needs_all = False
     """Whether nothing continues without a worker that is not being replaced."""
+    rollout_s: float | None = None
+    """Seconds that a rollout may take, also while a command waits for its end."""
     replacing: Replacing | None = None
     """Replaces lost workers, if the user wants that."""
     tells = True
@@ -308,8 +310,8 @@ class Session:
                 raise copy(ticket.lost)
         for worker, ticket in tickets.items():
             while ticket.due:
-                # Rollouts that it may be in the middle of are not held against the command.
-                limit = None if self._in_rollout(worker) else timeout
+                # A rollout that it may be in the middle of is not held against the command.
+                limit = self.rollout_s if self._in_rollout(worker) else timeout
                 since = max(ticket.posted, self.last_reply[worker])
                 task = f"answer {type(ticket.command).__name__}"
                 self.receive_in_time(Deadline(limit, since), [ticket], task)

@@ -149,8 +149,10 @@ class TensorFile(Field):
         if not nbytes:
             return torch.empty(shape, dtype=self.dtype)
         data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-        if self.checksum is not None and _checksum(data) != self.checksum:
-            raise TensorFileError(f"{path} is damaged: its checksum differs")
+        if self.checksum is not None and (found := _checksum(data)) != self.checksum:
+            raise TensorFileError(
+                f"{path} is damaged: its checksum is {found}, and was {self.checksum} when saved"
+            )
         return data.view(self.dtype).view(shape)
 
 
