@@ -188,7 +188,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_does_the_same_on_the_device(device, option):
     check_same(collect(Carts(T0), **OPTIONS[option]), collect(InNumpy(Carts()), **OPTIONS[option]))
