@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from device_rig import Walk
+from device_rig import Walk, check_same
 from tensordict.nn import TensorDictModule
+from test_tensor_envs import Carts, InNumpy, collect
 from torch import nn
 
 from gleanrl import (
@@ -157,6 +158,19 @@ def test_one_policy_on_the_gpu_for_workers_at_their_own_pace(process, way):
         weight = grow(policy)
         collector.update_policy_weights_(policy if process else None)
         check_weights_act_some_time(iterator, weight, 500)
+
+
+class Late(Carts):
+    """Its kernels end later than its step."""
+
+    def step(self, actions):
+        torch.cuda._sleep(SLOW)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("stored", ["cpu", "cuda"])
+def test_rows_of_environments_on_the_gpu_are_those_of_their_step(stored):
+    check_same(collect(Late("cuda:0"), storing_device=stored), collect(InNumpy(Carts())))
 
 
 def test_a_learner_on_the_gpu_and_workers_on_the_cpu():
