@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from os import sched_yield
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ EXPLAIN = ("explain", None)
 """The command to such a worker to say how it steps."""
 _EXPLAIN_S = 10.0
 _LOOKING_S = 0.01
-"""Seconds in which answers are looked for before TorchRL waits for them."""
+_PAUSE_S = 0.0005
+"""Seconds in which answers are looked for without pauses, and of a pause. TorchRL would spin."""
 _NOTHING: tuple[int, ...] = ()
 
 
@@ -163,10 +164,19 @@ class WorkerMembers:
         with contextlib.suppress(OSError):  # of workers that ended, which is noticed below
             for worker in workers:
                 base.parent_channels[worker].send_bytes(message)
-        end = monotonic() + _LOOKING_S
-        while monotonic() < end and not all(done[worker] for worker in workers):
-            sched_yield()
-        base._wait_for_workers(workers)
+        began = monotonic()
+        while not all(done[worker] for worker in workers):
+            waited = monotonic() - began
+            if waited < _LOOKING_S:
+                sched_yield()
+            elif waited < base.BATCHED_PIPE_TIMEOUT and self._alive(workers):
+                sleep(_PAUSE_S)
+            else:
+                break
+        base._wait_for_workers(workers)  # takes the answers back, or raises
+
+    def _alive(self, workers: Sequence[int]) -> bool:
+        return all(self._base._workers[worker].is_alive() for worker in workers)
 
 
 def after_step(field: Field) -> Field:
