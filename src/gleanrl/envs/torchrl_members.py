@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from os import sched_yield
 from socket import AF_UNIX, SOCK_DGRAM, socket
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 from uuid import uuid4
 
@@ -43,7 +43,8 @@ An answer through TorchRL's pipe that came late would be read as that of TorchRL
 _EXPLAIN_S, _MOST_BYTES = 10.0, 1 << 16
 """Seconds that it has to answer, and how long the answer can be."""
 _LOOKING_S = 0.01
-"""Seconds in which answers are looked for before TorchRL waits for them."""
+_PAUSE_S = 0.0005
+"""Seconds in which answers are looked for without pauses, and of a pause. TorchRL would spin."""
 _NOTHING: tuple[int, ...] = ()
 
 
@@ -172,10 +173,19 @@ class WorkerMembers:
         with contextlib.suppress(OSError):  # of workers that ended, which is noticed below
             for worker in workers:
                 base.parent_channels[worker].send_bytes(message)
-        end = monotonic() + _LOOKING_S
-        while monotonic() < end and not all(done[worker] for worker in workers):
-            sched_yield()
-        base._wait_for_workers(workers)
+        began = monotonic()
+        while not all(done[worker] for worker in workers):
+            waited = monotonic() - began
+            if waited < _LOOKING_S:
+                sched_yield()
+            elif waited < base.BATCHED_PIPE_TIMEOUT and self._alive(workers):
+                sleep(_PAUSE_S)
+            else:
+                break
+        base._wait_for_workers(workers)  # takes the answers back, or raises
+
+    def _alive(self, workers: Sequence[int]) -> bool:
+        return all(self._base._workers[worker].is_alive() for worker in workers)
 
 
 def after_step(field: Field) -> Field:
