@@ -98,8 +98,8 @@ def calls_of_watching(batches: int = 64) -> Calls:
 def _unwatched() -> Iterator[None]:
     """Have collectors measure nothing, add nothing up and show nothing."""
     from gleanrl.core.episode_returns import NONE_ENDED
-    from gleanrl.rollout.step_clock import StepClock
-    from gleanrl.rollout.tracker import Tracker
+    from gleanrl.rollout.episode_tracker import Tracker
+    from gleanrl.rollout.step_timing import StepClock
     from gleanrl.transport.worker_loop import Worker
     from gleanrl.watch.watching import Watching
 

@@ -14,7 +14,7 @@ from tests.covering import examples
 
 from gleanrl import Collector, ConfigError
 from gleanrl.collectors.utils import split_trajectories
-from gleanrl.engine.trajectories import WholeTrajectories, end_flags
+from gleanrl.engine.whole_trajectories import WholeTrajectories, end_flags
 
 
 def test_end_flags_are_fresh_memory():

@@ -11,7 +11,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.rows_or_tensordict import make_vector
 from gleanrl.envs.vector import NextStepPool
-from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
+from gleanrl.rollout.env_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)

@@ -12,7 +12,7 @@ from gleanrl.collectors.multi_collector import MultiAsyncCollector, MultiCollect
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
 from gleanrl.core.options import check_int
 from gleanrl.envs.factory import per_env
-from gleanrl.envs.inside_env_worker import MOST_GROUPS
+from gleanrl.parallel.inside_env_worker import MOST_GROUPS
 
 _BACKENDS = (None, "threading", "multiprocessing")
 _LEAST_CHUNK = 64

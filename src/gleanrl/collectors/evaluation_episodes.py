@@ -20,7 +20,7 @@ from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
-from gleanrl.engine.trajectories import WholeTrajectories
+from gleanrl.engine.whole_trajectories import WholeTrajectories
 
 _STEPS = 64
 """Steps between two checks of the number of ended episodes."""

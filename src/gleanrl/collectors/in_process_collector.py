@@ -22,7 +22,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, for_users
 from gleanrl.engine.early_stop import Interruptor, stop_byte
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.replacing import reseeded
+from gleanrl.engine.replacing_workers import reseeded
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend

@@ -17,7 +17,7 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.backend_choice import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.central import (
+from gleanrl.collectors.central_setup import (
     call_sizes,
     central_plan,
     driver_processors,
@@ -33,14 +33,14 @@ from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import WORKER_NAME, ArgumentTypeError, ConfigError
 from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
-from gleanrl.policies.joint import JointPolicy
-from gleanrl.transport.inline import InlineBackend
-from gleanrl.transport.interleaved import (
+from gleanrl.policies.central_policy_calls import JointPolicy
+from gleanrl.transport.central_inference import (
     BoundedJointBackend,
     CallSizes,
     InterleavedBackend,
     JointBackend,
 )
+from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.process import ProcessBackend
 
 

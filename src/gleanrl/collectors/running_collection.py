@@ -23,7 +23,7 @@ from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
-from gleanrl.engine.replacing import Replacements, reseeded
+from gleanrl.engine.replacing_workers import Replacements, reseeded
 from gleanrl.engine.session import Session
 from gleanrl.engine.sync_gather import SyncGather
 from gleanrl.engine.weight_delivery import WeightDelivery

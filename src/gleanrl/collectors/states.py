@@ -17,7 +17,7 @@ from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
 from gleanrl.engine.pipeline import frames_held
-from gleanrl.engine.replacing import reseeded
+from gleanrl.engine.replacing_workers import reseeded
 from gleanrl.envs.factory import is_built
 from gleanrl.envs.saved_state import load_batch, load_state, save_state
 from gleanrl.envs.simulator_state import NeedsPickle, as_bytes, as_tensor

@@ -1,5 +1,5 @@
 """Helpers for collected data. Re-exports only."""
 
-from gleanrl.engine.trajectories import split_trajectories
+from gleanrl.engine.whole_trajectories import split_trajectories
 
 __all__ = ["split_trajectories"]

@@ -1,5 +1,5 @@
 """Post-processing of batches. Re-exports only."""
 
-from gleanrl.engine.trajectories import MultiStep
+from gleanrl.engine.whole_trajectories import MultiStep
 
 __all__ = ["MultiStep"]

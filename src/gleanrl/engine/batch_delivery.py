@@ -15,7 +15,7 @@ from gleanrl.core.keys import TIME, TRAJ_IDS, format_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
-from gleanrl.memory.arena import Arena, Order, Slab, Views
+from gleanrl.memory.batch_arena import Arena, Order, Slab, Views
 from gleanrl.memory.shared import check_memory
 from gleanrl.memory.tensordicts import batch_over, stacked, tensordict_over, time_named
 

@@ -12,7 +12,7 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, format_key
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
-from gleanrl.memory.replay.complete_rows import Author, written_by
+from gleanrl.memory.replay.row_visibility import Author, written_by
 from gleanrl.memory.replay.row_writers import RoundRobinWriter
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage

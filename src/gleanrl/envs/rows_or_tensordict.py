@@ -18,7 +18,7 @@ from gleanrl.envs.gymnasium import GymnasiumEnv, check_spaces, without_call_chec
 from gleanrl.envs.inside_torchrl_worker import prepare_workers
 from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.rehearsal_proof import transformed_rows
-from gleanrl.envs.restarting import RestartingEnv, Restarts
+from gleanrl.envs.restarting_envs import RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.serial import SerialEnv, rows_of
 from gleanrl.envs.tensor_vector import TensorVectorEnv, tensor_device

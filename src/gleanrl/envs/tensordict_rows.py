@@ -16,7 +16,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict_envs import TensorDictHandle, learn_layout
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 
 
 @dataclass(frozen=True, slots=True)

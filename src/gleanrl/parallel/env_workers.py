@@ -24,10 +24,15 @@ from gleanrl.core.layout import Field, Layout
 from gleanrl.core.options import GymOptions
 from gleanrl.core.platforms import naming_limits, require_linux
 from gleanrl.core.window import Array, Window
-from gleanrl.engine.replacing import Replacements, reseeded
+from gleanrl.engine.replacing_workers import Replacements, reseeded
 from gleanrl.engine.session import Session, Ticket
 from gleanrl.envs.factory import EnvFactory
-from gleanrl.envs.inside_env_worker import (
+from gleanrl.envs.simulator_state import StateError
+from gleanrl.envs.state_kinds import Node
+from gleanrl.memory.batch_arena import Slab, map_window
+from gleanrl.memory.shared import SharedMemory
+from gleanrl.memory.wakeup_pipes import WakeupPipes
+from gleanrl.parallel.inside_env_worker import (
     ANEW,
     BEGIN,
     ENDED,
@@ -37,12 +42,7 @@ from gleanrl.envs.inside_env_worker import (
     LEAVE,
     EnvWorkerBuilder,
 )
-from gleanrl.envs.inside_env_worker_group import SHARED
-from gleanrl.envs.simulator_state import StateError
-from gleanrl.envs.state_kinds import Node
-from gleanrl.memory.arena import Slab, map_window
-from gleanrl.memory.shared import SharedMemory
-from gleanrl.memory.wakeup_pipes import WakeupPipes
+from gleanrl.parallel.inside_env_worker_group import SHARED
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.process import ProcessBackend
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S

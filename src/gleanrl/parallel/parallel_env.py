@@ -25,13 +25,13 @@ from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
 from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per_env
-from gleanrl.envs.inside_env_worker import STEP, EnvWorkerBuilder
-from gleanrl.envs.inside_env_worker_group import EnvGroupInfo
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict_envs import EnvMetaData, EnvSpecs, check_alike, widened
 from gleanrl.envs.unmodified import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
+from gleanrl.parallel.inside_env_worker import STEP, EnvWorkerBuilder
+from gleanrl.parallel.inside_env_worker_group import EnvGroupInfo
 from gleanrl.parallel.worker_rows import WorkerRows
 from gleanrl.transport.interrupts import Deferred
 from gleanrl.transport.process import ProcessBackend

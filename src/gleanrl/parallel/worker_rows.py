@@ -16,11 +16,11 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import GymOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase
-from gleanrl.envs.inside_env_worker import CUT, FINISH, STEP
-from gleanrl.envs.inside_env_worker_group import RowsInfo
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.state_kinds import Node
 from gleanrl.parallel.env_workers import WorkerGroup, field_of
+from gleanrl.parallel.inside_env_worker import CUT, FINISH, STEP
+from gleanrl.parallel.inside_env_worker_group import RowsInfo
 
 
 class WorkerRows(EnvRows):

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.keys import Key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.window import Window
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.tensordicts import env_root
 
 

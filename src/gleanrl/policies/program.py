@@ -20,7 +20,7 @@ from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_ke
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.device_staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root, nest
 from gleanrl.operations.change_watch import equal, same_memory, writes_so_far

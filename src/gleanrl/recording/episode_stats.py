@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.keys import END_FLAGS, MASK, NEXT, TRAJ_IDS, Key, as_key, outermost
 from gleanrl.core.window import Array
-from gleanrl.engine.trajectories import end_flags
+from gleanrl.engine.whole_trajectories import end_flags
 from gleanrl.memory.tensor_files import TensorFileError, is_count
 from gleanrl.memory.tensordicts import nest
 from gleanrl.recording.dataset import Dataset, Part

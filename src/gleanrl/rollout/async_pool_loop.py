@@ -20,10 +20,10 @@ from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.chunks import Chunks
-from gleanrl.rollout.dense_loop import DenseRollout
+from gleanrl.rollout.env_loop import DenseRollout
+from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.pool_loop import logged_fields, next_step
 from gleanrl.rollout.source import BaseSource
-from gleanrl.rollout.tracker import Tracker
 
 _NEVER = bytearray(1)
 """A stop byte that nobody raises: a rollout ends when enough environments have all of its steps."""

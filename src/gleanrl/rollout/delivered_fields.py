@@ -27,7 +27,7 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, Layout, nump
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy
 from gleanrl.core.window import Array, Window
-from gleanrl.rollout.tracker import Tracker
+from gleanrl.rollout.episode_tracker import Tracker
 
 _ALL = slice(None)
 

@@ -27,7 +27,7 @@ from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.tensordict_envs import EndFlags, spec_groups
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.tensordicts import copied, described, groups_of
 from gleanrl.policies.diagnosis import ONE_LAYOUT
 from gleanrl.policies.env_contract import EnvContract

@@ -30,11 +30,11 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.dense_loop import DenseRollout
+from gleanrl.rollout.env_loop import DenseRollout
+from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource
 from gleanrl.rollout.step_log import StepLog
-from gleanrl.rollout.tracker import Tracker
 
 _KEEP_AT_LEAST = 64
 """Raw steps that may be left over, even if a rollout is shorter."""

@@ -19,8 +19,8 @@ from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.simulator_state import NeedsPickle, StateError
 from gleanrl.envs.tensordict_envs import TensorDictHandle
-from gleanrl.rollout.step_clock import StepClock
-from gleanrl.rollout.tracker import Tracker
+from gleanrl.rollout.episode_tracker import Tracker
+from gleanrl.rollout.step_timing import StepClock
 from gleanrl.weights.module_weights import Shapes, check_weights, cloned, load_weights, shapes_of
 
 NO_EPISODES = "the state has no running episodes"

@@ -33,8 +33,8 @@ from gleanrl.envs.tensordict_envs import (
 )
 from gleanrl.envs.torchrl_rows import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
+from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.policies.env_contract import EnvContract
-from gleanrl.policies.joint import JointPolicy
 from gleanrl.policies.policy import (
     Actor,
     acts_at_random,
@@ -45,7 +45,7 @@ from gleanrl.policies.policy import (
 )
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.rollout.async_pool_loop import AsyncPoolRollout
-from gleanrl.rollout.dense_loop import DenseRollout, check_can_cut
+from gleanrl.rollout.env_loop import DenseRollout, check_can_cut
 from gleanrl.rollout.pool_loop import PoolRollout
 from gleanrl.rollout.tensordict_loop import TensorDictRollout
 

@@ -31,12 +31,13 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict_envs import TensorDictHandle
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.delivered_fields import DeliveredFields, check_options, end_groups
+from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.finished_steps import (
     DECLARE_TRUNCATED,
     StepRecorder,
@@ -45,7 +46,6 @@ from gleanrl.rollout.finished_steps import (
 )
 from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
-from gleanrl.rollout.tracker import Tracker
 
 
 class TensorDictRollout(BaseSource):

@@ -20,7 +20,7 @@ import torch
 
 from gleanrl.core.messages import Block, WindowRef
 from gleanrl.core.window import Array, Window
-from gleanrl.memory.arena import MARK, packed, window_over
+from gleanrl.memory.batch_arena import MARK, packed, window_over
 
 
 class Transfer(Protocol):

@@ -24,7 +24,7 @@ from gleanrl.core.affinity import Processors
 from gleanrl.core.protocols import InlineSource, JointAct, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
-from gleanrl.memory.arena import map_window
+from gleanrl.memory.batch_arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.data_plane import Connect

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from gleanrl.memory.replay.complete_rows import STEP, RingIndex, Words
+from gleanrl.memory.replay.row_visibility import STEP, RingIndex, Words
 
 TakeRoom: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
 """Reserves the memory of tensors before they are written."""

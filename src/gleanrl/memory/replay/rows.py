@@ -15,8 +15,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
-from gleanrl.memory.replay.complete_rows import STEP, RingIndex, Words
 from gleanrl.memory.replay.place_allocation import Places, TakeRoom
+from gleanrl.memory.replay.row_visibility import STEP, RingIndex, Words
 from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of, words
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, indexable, nest

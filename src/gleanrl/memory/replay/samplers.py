@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, ReplayError
-from gleanrl.memory.replay.complete_rows import Version
+from gleanrl.memory.replay.row_visibility import Version
 from gleanrl.memory.replay.storages import Storage
 
 _TRIES = 8

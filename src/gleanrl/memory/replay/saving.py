@@ -19,7 +19,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.memory import tensor_files
-from gleanrl.memory.replay.complete_rows import check_snapshot
+from gleanrl.memory.replay.row_visibility import check_snapshot
 from gleanrl.memory.replay.rows import RowLayout
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError

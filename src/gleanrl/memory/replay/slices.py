@@ -11,7 +11,7 @@ import torch
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import TRAJ_IDS, Key, NestedKey, as_key, format_key
 from gleanrl.core.options import check_int
-from gleanrl.memory.replay.complete_rows import STEP, Version
+from gleanrl.memory.replay.row_visibility import STEP, Version
 from gleanrl.memory.replay.samplers import Draw, Sampler, SamplerWithoutReplacement
 from gleanrl.memory.replay.storages import Storage
 from gleanrl.memory.shared import fence

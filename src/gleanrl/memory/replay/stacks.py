@@ -14,8 +14,8 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.memory.replay.complete_rows import STEP, TABLES, RingIndex, Words
 from gleanrl.memory.replay.place_allocation import Places, TakeRoom
+from gleanrl.memory.replay.row_visibility import STEP, TABLES, RingIndex, Words
 
 _AT_ONCE = 32
 """Rows whose frames are looked for together: those of 84 x 84 bytes stay in a cache."""

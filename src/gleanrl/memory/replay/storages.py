@@ -19,8 +19,8 @@ from tensordict import TensorDictBase
 from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.options import check_int, read_device
-from gleanrl.memory.replay.complete_rows import STEP, Author, RingIndex, written_by
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
+from gleanrl.memory.replay.row_visibility import STEP, Author, RingIndex, written_by
 from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,

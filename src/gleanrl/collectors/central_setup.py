@@ -16,12 +16,12 @@ from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
-from gleanrl.envs.inside_env_worker import MOST_GROUPS
 from gleanrl.parallel.env_workers import EnvWorkersPlan
+from gleanrl.parallel.inside_env_worker import MOST_GROUPS
 from gleanrl.parallel.parallel_env import ParallelEnv
-from gleanrl.policies.joint import JointPolicy
+from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.rollout.source_builder import SourceBuilder, on_device
-from gleanrl.transport.interleaved import CallSizes
+from gleanrl.transport.central_inference import CallSizes
 
 _WHY_NOT: Mapping[str, str] = {
     "collector_class": "workers have no collector of their own",

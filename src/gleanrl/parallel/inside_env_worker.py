@@ -22,12 +22,12 @@ from gleanrl.core.window import Window
 from gleanrl.envs.base import close_all
 from gleanrl.envs.factory import EnvFactory, closed_on_error
 from gleanrl.envs.gymnasium import without_call_checks
-from gleanrl.envs.inside_env_worker_group import EnvGroup, seed_streams
 from gleanrl.envs.libs.gym import make_tensordict_env
-from gleanrl.envs.restarting import Restarts
+from gleanrl.envs.restarting_envs import Restarts
 from gleanrl.envs.simulator_state import StateError
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.wakeup_pipes import WakeupAddress, WorkerPipes
+from gleanrl.parallel.inside_env_worker_group import EnvGroup, seed_streams
 
 STEP, CUT, FINISH, BEGIN = range(1, 5)
 """Orders to a group: step; step and truncate some environments; end a rollout early; reset, in

@@ -17,7 +17,7 @@ from gleanrl.core.layout import EnvLayout, numpy_dtype
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.window import Window
-from gleanrl.memory.arena import batch_rows
+from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.device_staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.change_watch import writes_so_far

@@ -21,9 +21,9 @@ from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.tensor_vector import TensorVectorEnv
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.delivered_fields import DeliveredFields
+from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
-from gleanrl.rollout.tracker import Tracker
 
 
 def dense(

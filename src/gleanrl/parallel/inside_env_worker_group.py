@@ -28,7 +28,7 @@ from gleanrl.envs.base import EnvBase
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.rehearsal_proof import transformed_rows
-from gleanrl.envs.restarting import Make, RestartingEnv, Restarts
+from gleanrl.envs.restarting_envs import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.serial import SerialEnv, rows_of
@@ -45,7 +45,7 @@ from gleanrl.envs.tensordict_envs import (
     widened,
 )
 from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
-from gleanrl.memory.arena import map_window
+from gleanrl.memory.batch_arena import map_window
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import described, nest
 
