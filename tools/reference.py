@@ -48,9 +48,9 @@ GROUPS = {
         "Iterate over batches that this process, worker processes, nodes or Ray actors collect.",
         (
             "collectors.base_collector",
-            "collectors.collector",
-            "collectors.multi",
-            "collectors.async_batched",
+            "collectors.in_process_collector",
+            "collectors.multi_collector",
+            "collectors.async_batched_collector",
             "collectors.distributed.generic",
             "collectors.distributed.rpc",
             "collectors.distributed.ray",
@@ -94,7 +94,7 @@ GROUPS = {
     "weights": Group(
         "Weights",
         "How the learner's weights reach the policies of workers.",
-        ("weights.snapshot", "weights.scheme", "collectors.weight_update"),
+        ("weights.module_weights", "weights.sync_schemes", "collectors.weight_update"),
     ),
     "tools": Group(
         "Trajectories, exploration, profiling",
