@@ -20,6 +20,7 @@ from gleanrl import (
     EnvError,
     LazyTensorStorage,
     MultiAsyncCollector,
+    MultiSyncCollector,
     PolicyError,
     PolicyTypeError,
     PolicyVersion,
@@ -489,6 +490,18 @@ def test_a_fixed_policy_is_not_updated():
     with pendulum(linear(0.0), weight_sync_schemes=schemes) as collector:
         collector.update_policy_weights_(linear(1.0))
         assert collector.policy.module.weight.eq(0).all()
+
+
+def test_policies_of_a_factory_begin_as_a_fixed_policy():
+    with MultiSyncCollector(
+        ["Pendulum-v1"],
+        linear(1.0),
+        policy_factory=lambda: linear(0.0),
+        frames_per_batch=2,
+        backend="inline",
+        weight_sync_schemes={"policy": NoWeightSyncScheme()},
+    ) as collector:
+        assert collector.next()["action"].ne(0).all()
 
 
 def test_updating_a_random_policy_with_nothing_is_harmless():

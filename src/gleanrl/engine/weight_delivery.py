@@ -204,7 +204,8 @@ class WeightDelivery(Models):
                 self._shapes[_POLICY] = shapes_of(policy)
             self._bind(weights)
             if made_by_factory and weights:
-                self.deliver({_POLICY: None}, None, 0)  # workers start with these weights
+                # Workers start with these weights, also where a scheme never sends any.
+                self._deliver({_POLICY: None}, None, 0)
         self._devices = [home if device is None else device for device in devices]
 
     def running(self, model_id: str) -> Any:
@@ -237,7 +238,9 @@ class WeightDelivery(Models):
     # -- publishing ------------------------------------------------------------------------------
 
     def deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
-        sources = self._applied(sources)
+        return self._deliver(self._applied(sources), worker_ids, number)
+
+    def _deliver(self, sources: Mapping[str, Any], worker_ids: Any, number: int) -> list[int]:
         self._session.check_alive()
         workers = self._recipients(sources, worker_ids)
         if len(workers) < self._session.workers or not self._published(sources, number):
