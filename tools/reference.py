@@ -94,7 +94,7 @@ GROUPS = {
     "weights": Group(
         "Weights",
         "How the learner's weights reach the policies of workers.",
-        ("weights.snapshot", "weights.scheme", "collectors.weight_update"),
+        ("weights.module_weights", "weights.sync_schemes", "collectors.weight_update"),
     ),
     "tools": Group(
         "Trajectories, exploration, profiling",
