@@ -48,7 +48,7 @@ GROUPS = {
         "Iterate over batches that this process, worker processes, nodes or Ray actors collect.",
         (
             "collectors.base_collector",
-            "collectors.collector",
+            "collectors.in_process_collector",
             "collectors.multi",
             "collectors.async_batched",
             "collectors.distributed.generic",
