@@ -152,6 +152,19 @@ def test_data_are_those_of_arrays(policy):
         assert torch.equal((after == root).all(-1), ~ended)
 
 
+def test_results_with_gradients_are_stored_without_them():
+    def grown(value):
+        return value * torch.ones((), requires_grad=True)
+
+    def finals(infos):
+        return {"final_obs": grown(infos["final_obs"])}
+
+    faults = {"_0": grown, "_1": grown, "_4": finals}
+    found = collect(Carts(**faults), marks)
+    check_same(found, collect(Carts(), marks))
+    assert not any(value.requires_grad for batch in found for value in batch.values(True, True))
+
+
 @pytest.mark.parametrize(
     "places",
     [

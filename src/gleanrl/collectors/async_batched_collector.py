@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict.nn import InteractionType
 
 from gleanrl.collectors.multi_collector import MultiAsyncCollector, MultiCollector
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
@@ -60,12 +61,18 @@ class AsyncBatchedCollector(MultiCollector):
         envs_per_worker: int = 1,
         transition_chunk_size: int | str = "auto",
         policy_backend: str | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[Any], Any] | None = None,
+        exploration_type: InteractionType = InteractionType.RANDOM,
         replay_buffer: Any = None,
+        post_collect_hook: Callable[[Any], None] | None = None,
         yield_completed_trajectories: bool = False,
         weight_sync: Any = None,
         weight_sync_model_id: str = "policy",
         verbose: bool = False,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        worker_affinity: Any = None,
+        driver_affinity: Any = None,
         server_config: Any = None,
         device_config: Any = None,
         policy_version: int = 0,
@@ -95,7 +102,11 @@ class AsyncBatchedCollector(MultiCollector):
             transition_chunk_size: Steps that an environment contributes to a batch at a time; by
                 default 64, or its even share of a batch if that is more, but at most a batch.
             policy_backend: See ``backend``.
+            reset_at_each_iter: Whether every chunk begins with a reset.
+            postproc: Called on every batch.
+            exploration_type: How the policy chooses actions.
             replay_buffer: The buffer that receives the batches instead of the user.
+            post_collect_hook: Called with every batch.
             yield_completed_trajectories: Deliver whole trajectories, one after another in a batch
                 of at least ``frames_per_batch`` frames; or one by one into a ``replay_buffer``.
                 There, unfinished trajectories count among ``total_frames``.
@@ -103,14 +114,13 @@ class AsyncBatchedCollector(MultiCollector):
             weight_sync_model_id: See ``weight_sync``.
             verbose: Ignored; see ``progress=`` and ``logger=`` of other collectors.
             create_env_kwargs: Arguments of the callables, or of each of them.
+            worker_affinity: The processors of each worker process; see `MultiAsyncCollector`.
+            driver_affinity: The processors of the process with the policy (``policy_factory``).
             server_config: TorchRL's ``InferenceServerConfig``, in place of the batch sizes.
             device_config: TorchRL's ``InferenceDeviceConfig``, in place of ``device``.
             policy_version: Must be 0, with which versions begin.
             policy_version_key: ``"policy_version"``, or ``None`` for batches without versions.
-            **options: Further arguments of `MultiAsyncCollector`, such as ``postproc``,
-                ``exploration_type``, ``post_collect_hook``, ``worker_affinity`` (of each worker
-                process) and ``driver_affinity`` (of the process with the policy). With
-                ``reset_at_each_iter`` every chunk begins with a reset.
+            **options: Further arguments of `MultiAsyncCollector`.
 
         Raises:
             TypeError: no policy, or two; or no list of environments.
@@ -153,10 +163,16 @@ class AsyncBatchedCollector(MultiCollector):
             frames_per_batch=frames,
             total_frames=-1 if counted else total_frames,
             transition_chunk_size=chunk,
+            worker_affinity=worker_affinity,
+            driver_affinity=driver_affinity,
             max_batch_size=max_batch_size,
             min_batch_size=1 if min_batch_size is None else min_batch_size,
             max_wait_s=0.01 if server_timeout is None else server_timeout,
+            reset_at_each_iter=reset_at_each_iter,
+            postproc=postproc,
+            exploration_type=exploration_type,
             replay_buffer=replay_buffer,
+            post_collect_hook=post_collect_hook,
             trajs_per_batch=1 if whole else None,
             traj_format="cat" if whole else "padded",
             weight_sync_schemes=schemes,

@@ -107,7 +107,7 @@ def is_number(value: Any) -> bool:
 def seconds(name: str, value: Any) -> float:
     """Return ``value`` as a positive number of seconds."""
     if not (is_number(value) and value > 0):
-        raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds, or None")
+        raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds")
     return float(value)
 
 

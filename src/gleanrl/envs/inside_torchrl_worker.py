@@ -91,7 +91,7 @@ def take_over() -> bool:
         loop = _proven_loop()
         while frame is not None and frame.f_code is not loop.__code__:
             frame = frame.f_back
-        if frame is not None:
+        if frame is not None and frame.f_locals["shm_done_flags"] is not None:
             _Steps(frame.f_locals)
             return True
     return False

@@ -89,7 +89,7 @@ def copy_tensor(row: torch.Tensor, value: Any, what: str, *, exact: bool = False
         same = not exact or value.dtype is row.dtype
         whole = not (value.is_floating_point() or row.is_floating_point())
         if same or (whole and torch.promote_types(value.dtype, row.dtype) is row.dtype):
-            row.copy_(value)
+            row.copy_(value.detach())  # simulators may be differentiable, rows are not
             return
     came = f"{value!r:.100}"
     if isinstance(value, torch.Tensor):

@@ -328,7 +328,7 @@ class VectorResets:
 
     def forget_seed(self) -> None:
         """Reset without a seed, because random streams are to continue."""
-        self._seed = None
+        self._seed = self._first = None
 
     def seed(self, seed: int, static: bool) -> None:
         listable = isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))

@@ -53,8 +53,10 @@ _LOOK_MS = 50
 """Milliseconds after which the workers are looked at again."""
 _SOON_MS = 5
 """The same while a replacement is expected."""
-_NEEDED = "; on_failure='continue' begins when every environment has been reset once, because the "
-_NEEDED += "first call of the policy and the layout of batches need all of them"
+_NEEDED = (
+    "; on_failure='continue' begins when every environment has been reset once, because the first "
+    "call of the policy and the layout of batches need all of them"
+)
 _MASK = (1 << GROUP_BITS) - 1
 _NOTHING: list[int] = []
 _made = itertools.count()

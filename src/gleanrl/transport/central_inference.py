@@ -13,7 +13,7 @@ from time import monotonic
 from typing import cast
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import EnvError
+from gleanrl.core.errors import EnvError, GleanError
 from gleanrl.core.protocols import InlineSource, JointAct, Stop
 from gleanrl.transport.inline import InlineBackend
 from gleanrl.transport.worker_loop import OpenWindow
@@ -219,7 +219,7 @@ class JointBackend(InlineBackend):
             under_way[0].source.wait(left)
         except Exception as err:  # a worker is lost, and all others with it
             for rollout in under_way:  # each has an error of its own, as one of them is raised
-                self._continue(rollout, copy(err))
+                self._continue(rollout, copy(err) if isinstance(err, GleanError) else err)
 
 
 class BoundedJointBackend(JointBackend):
