@@ -71,3 +71,7 @@ def test_blocks_in_a_language_that_would_not_run_are_refused(tmp_path):
 
 def test_a_public_name_that_the_site_lacks_is_found():
     assert "gleanrl.SyncDataCollector" in reference.undocumented({"gleanrl.Collector"})
+
+
+def test_every_public_name_has_a_group_in_the_reference():
+    assert all(reference.grouped().values())

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -159,10 +160,6 @@ class RayActors:
     def launch(self, invitations: Sequence[Invitation]) -> None:
         if not self._actors:
             check_room(self._options)
-        for name, group in GROUPS.items():
-            self.ray.method(concurrency_group=group)(getattr(RayNode, name))
-        groups = dict.fromkeys(GROUPS.values(), 1)
-        actor_class = self.ray.remote(concurrency_groups=groups)(RayNode)
         for invitation in invitations:
             if not self.ray.is_initialized():  # creating an actor would start another Ray
                 raise WorkerDied("Ray was shut down")
@@ -170,8 +167,15 @@ class RayActors:
             if lost is not None:
                 self.ray.kill(lost)
             chosen = self._options[invitation.node] if self._options else {}
-            actor = actor_class.options(**chosen).remote()
+            actor = self._actor_class.options(**chosen).remote()
             self._actors[invitation.node] = actor, actor.serve.remote(invitation)
+
+    @cached_property
+    def _actor_class(self) -> Any:
+        """The class of all actors; a driver of Ray keeps each class that it was given, also if equal."""
+        for name, group in GROUPS.items():
+            self.ray.method(concurrency_group=group)(getattr(RayNode, name))
+        return self.ray.remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(RayNode)
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
         if node not in self._actors or not self.ray.is_initialized():
