@@ -172,7 +172,7 @@ class RayActors:
 
     @cached_property
     def _actor_class(self) -> Any:
-        """The class of all actors; a driver of Ray keeps each class that it was given, also if equal."""
+        """The class of all actors, made once: a driver of Ray keeps each class that it got."""
         for name, group in GROUPS.items():
             self.ray.method(concurrency_group=group)(getattr(RayNode, name))
         return self.ray.remote(concurrency_groups=dict.fromkeys(GROUPS.values(), 1))(RayNode)
