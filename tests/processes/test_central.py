@@ -218,7 +218,7 @@ def test_a_replay_buffer_is_filled_with_the_same_rows():
     assert same(*rows)
 
 
-@pytest.mark.filterwarnings("ignore:collection waits|worker 0 was replaced")
+@pytest.mark.filterwarnings("ignore:collection waits|policy process was replaced")
 def test_a_policy_in_a_process_of_its_own_collects_in_the_background_and_survives():
     options = {"frames_per_batch": 40, "policy_process": True, "on_failure": "relaunch"}
     buffer = ReplayBuffer(storage=LazyTensorStorage(10_000))
@@ -228,7 +228,7 @@ def test_a_policy_in_a_process_of_its_own_collects_in_the_background_and_survive
         collector.start()
         rig.until(lambda: len(buffer) >= 200)
         collector.update_policy_weights_()
-        os.kill(collector.stats("per_worker")["worker_0/pid"], signal.SIGKILL)
+        os.kill(collector.stats("per_worker")["policy_process/pid"], signal.SIGKILL)
         rig.until(lambda: collector.stats()["relaunches"] == 1)
         rows = len(buffer)
         rig.until(lambda: len(buffer) >= rows + 200)
