@@ -350,7 +350,10 @@ def test_data_without_a_fixed_layout_are_refused_at_the_start(spec):
             lambda env: {"memory": torch.zeros(1, dtype=torch.float64)},
             "'memory' as torch.float64 .* declare torch.float32",
         ),
-        (lambda env: {"memory": f"{env.count}"}, "'memory' as NonTensorData.*, its specs declare torch.float32"),
+        (
+            lambda env: {"memory": f"{env.count}"},
+            "'memory' as NonTensorData.*, its specs declare torch.float32",
+        ),
     ],
 )
 def test_a_step_that_does_not_fit_names_environment_and_entry(show, message):
