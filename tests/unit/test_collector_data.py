@@ -1,7 +1,9 @@
 """What the in-process collector delivers, against environments stepped by hand."""
 
 import functools
+import gc
 import random
+import weakref
 
 import gymnasium as gym
 import numpy as np
@@ -554,3 +556,31 @@ def test_step_count_of_the_environment_is_not_overwritten():
 
     with pytest.raises(ConfigError, match="already delivers 'step_count'"):
         Collector(Counting, frames_per_batch=4, max_frames_per_traj=3)
+
+
+class Picture(Countdown):
+    """Shows 84 x 84 bytes, which are copied straight from the environment's array."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+
+    def _observe(self):
+        return np.full((84, 84), self.t, np.uint8), {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Countdown, Picture, lambda: gym.vector.SyncVectorEnv([Countdown, Countdown])],
+    ids=["one", "picture", "vector"],
+)
+def test_a_dropped_collector_keeps_nothing_for_the_garbage_collector(make):
+    env = make()
+    gone = weakref.ref(env)
+    gc.collect()
+    gc.disable()
+    try:
+        with Collector(env, frames_per_batch=8) as collector:
+            collector.next()
+        del collector, env
+        assert gone() is None
+    finally:
+        gc.enable()

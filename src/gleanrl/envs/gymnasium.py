@@ -71,6 +71,7 @@ class WindowEnv(EnvRows):
             for leaf, field in zip(leaves, fields, strict=True)
         ]
         self._writers: list[FieldWriter] = [*leaf_writers, *info_writers]
+        self._step_writers = [writer.step_writer() for writer in self._writers]
         self._unsettled = info_writers
         shown = [*fields, *infos.values()]
         specs: dict[Key, Spec] = {f.key: Unbounded(f.shape, dtype=f.dtype) for f in shown}
@@ -197,8 +198,8 @@ class GymnasiumEnv(WindowEnv):
             for env, result in enumerate(results):
                 _check_result(env, result)
             raise EnvError("environments returned results of different lengths") from err
-        for writer in self._writers:
-            writer.write(t, observations, infos)
+        for write in self._step_writers:
+            write(t, observations, infos)
         try:
             rewards in _EMPTY  # noqa: B015  # hashes them, in half the time of a call
         except Exception:  # arrays, which an environment may use again, have no hash

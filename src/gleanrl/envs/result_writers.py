@@ -7,10 +7,9 @@ all of its environments.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +22,8 @@ from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_checks import NUMBERS
 from gleanrl.envs.spaces import RESERVED, Leaf
 
+StepWriter: TypeAlias = Callable[[int, Any, Any], None]
+"""Takes the step, and the observations and infos that it returned."""
 _DIRECT_NBYTES = 4096
 """Above this a row is copied straight from each environment's array; below, gathered first."""
 
@@ -62,6 +63,14 @@ class FieldWriter:
         if self._next is not None:
             self._next[t][...] = rows
         self._root[t][...] = rows
+
+    def step_writer(self) -> StepWriter:
+        """Return the method that does what `write` does, and takes the least time for this field.
+
+        It is the environment's to keep: a writer that refers to its own method would keep itself,
+        and the memory of rollouts, until Python collects garbage.
+        """
+        return self.write
 
     def write_root(self, t: int, where: Any, returned: Any) -> None:
         """Replace root row ``t + 1`` of ``where`` by the values that a reset ``returned``."""
@@ -122,15 +131,11 @@ class LeafWriter(FieldWriter):
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
             self._get = operator.itemgetter(leaf.path[0])
-        kind: Any = type(self)
-        if (write := self._special_write()) is not None:
-            self.__class__ = _writing(kind, write)
 
-    def _special_write(self) -> Any:
-        """Return the method that takes the place of `write`, if one does."""
+    def step_writer(self) -> StepWriter:
         if self._field.nbytes >= _DIRECT_NBYTES:
-            return type(self)._write_each
-        return None if self._get is not None or self._changes else type(self)._write_plain
+            return self._write_each
+        return self.write if self._get is not None or self._changes else self._write_plain
 
     def _write_plain(self, t: int, observations: Sequence[Any], infos: Sequence[Any]) -> None:
         """Write observations that are the array itself and keep their dtype."""
@@ -192,13 +197,7 @@ class LeafWriter(FieldWriter):
         try:
             return value if self._get is None else self._get(value)
         except (LookupError, TypeError) as err:
-            kind = f"a {type(value).__name__}"
-            held = f"a mapping of {list(value)}" if isinstance(value, Mapping) else kind
-            path = "".join(f"[{part!r}]" for part in self._leaf.path)
-            raise EnvError(
-                f"{_name(where)} returned an observation without {path}, which its observation "
-                f"space declares: it is {held}; correct the space or the observation"
-            ) from err
+            raise part_missing(_name(where), self._leaf, value) from err
 
     def _fit(self, values: Array, shape: tuple[int, ...], who: str, widens: bool = False) -> Array:
         """Return ``values`` in the field's dtype, or raise an error about them.
@@ -232,13 +231,15 @@ class LeafWriter(FieldWriter):
             ) from err
 
 
-@functools.cache
-def _writing(kind: Any, write: Any) -> Any:
-    """Return ``kind`` with another ``write``.
-
-    An instance with a bound method of its own would keep itself, and the memory of rollouts.
-    """
-    return type(kind.__name__, (kind,), {"write": write})
+def part_missing(who: str, leaf: Leaf, observation: Any) -> EnvError:
+    """Return the error for an ``observation`` of ``who`` that lacks ``leaf``."""
+    kind = f"a {type(observation).__name__}"
+    held = f"a mapping of {list(observation)}" if isinstance(observation, Mapping) else kind
+    path = "".join(f"[{part!r}]" for part in leaf.path)
+    return EnvError(
+        f"{who} returned an observation without {path}, which its observation space declares: it "
+        f"is {held}; correct the space or the observation"
+    )
 
 
 def _name(where: int | str) -> str:
@@ -260,8 +261,8 @@ class VectorLeafWriter(LeafWriter):
     read = FieldWriter.read
     _who = "the vector environment"
 
-    def _special_write(self) -> Any:
-        return None if self._get is not None else type(self)._write_plain
+    def step_writer(self) -> StepWriter:
+        return self.write if self._get is not None else self._write_plain
 
     def _write_plain(self, t: int, observations: Any, infos: Any) -> None:
         rows, shape = observations, self._rows_shape

@@ -19,7 +19,7 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_checks import not_five, write_rewards
-from gleanrl.envs.result_writers import FieldWriter, VectorReset, finals_missing
+from gleanrl.envs.result_writers import FieldWriter, VectorReset, finals_missing, part_missing
 from gleanrl.envs.spaces import Leaf, rebuild, space_leaves
 from gleanrl.envs.vector import VectorAdapter, VectorResets, vectorised
 
@@ -71,11 +71,7 @@ class TensorLeafWriter(FieldWriter):
         try:
             value = self._leaf.of(observation)
         except (LookupError, TypeError) as err:
-            path = "".join(f"[{part!r}]" for part in self._leaf.path)
-            raise EnvError(
-                f"{who} returned an observation without {path}, which its observation space "
-                "declares; correct the space or the observation"
-            ) from err
+            raise part_missing(who, self._leaf, observation) from err
         copy_tensor(row, value, f"{who} returned {format_key(self._field.key)}", exact=True)
 
 

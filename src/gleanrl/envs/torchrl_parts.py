@@ -36,6 +36,7 @@ _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
 _PARALLEL = "torchrl.envs.batched_envs.ParallelEnv"
 _TRANSFORMED = "torchrl.envs.transforms._base.TransformedEnv"
 _COMPOSE = "torchrl.envs.transforms._base.Compose"
+_COUNTER = "torchrl.envs.transforms._env.TrajCounter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def keep_nothing(parts: Parts) -> bool:
 
 def is_counter(transform: Any) -> bool:
     """Tell whether ``transform`` counts in memory that copies do not have."""
-    return type(transform).__name__ == "TrajCounter"
+    return qualified(type(transform)) == _COUNTER
 
 
 def tensors_of(transform: nn.Module) -> list[torch.Tensor]:

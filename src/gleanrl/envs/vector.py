@@ -105,8 +105,8 @@ class VectorAdapter(WindowEnv):
         self._dead[t] = terminated
         self._late[t] = truncated
         np.logical_or(terminated, truncated, self._done[t])
-        for writer in self._writers:
-            writer.write(t, observation, infos)
+        for write in self._step_writers:
+            write(t, observation, infos)
         return infos
 
     def _check(self, reward: Any, terminated: Any, truncated: Any, t: int) -> None:

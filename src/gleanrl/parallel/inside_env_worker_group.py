@@ -261,7 +261,8 @@ class EnvGroup:
         """Take the places of the fields `SHARED`, and of the row of the `ParallelEnv`, window 0."""
         found = self._memory.map()
         fields = (map_window(found, shared).array(field.key)[:, 0] for field in SHARED)
-        self._order, self._reset_s, self._cut, self._ended, self._anew = fields
+        orders, self._reset_s, self._cut, self._ended, self._anew = fields
+        self._order = orders[0]
         self._row.bind(map_window(found, row))
 
     def open_carry(self, carry: WindowRef) -> None:
@@ -282,7 +283,7 @@ class EnvGroup:
         Raises:
             EnvError: an environment returned data that do not fit the window.
         """
-        number, t, resets = self._order[0].tolist()
+        number, t, resets = self._order.tolist()
         if number == 0:
             self._row.step_row(bool(resets))
             return False
@@ -302,7 +303,7 @@ class EnvGroup:
 
         A step of the row is followed by a reset if the learner wants that.
         """
-        number, t, resets = self._order[0].tolist()
+        number, t, resets = self._order.tolist()
         self._cut[:] = self._ended[:] = False
         self._anew[:] = True
         if number:
@@ -313,7 +314,7 @@ class EnvGroup:
     def finish(self) -> bool:
         """End a rollout that was stopped early."""
         rollouts = self._rollouts
-        rollouts.finish(int(self._order[0, 1]))
+        rollouts.finish(int(self._order[1]))
         self._reset_s[0] = rollouts.rows.reset_s
         return False
 

@@ -82,8 +82,11 @@ def make_policy(
     root = contract.root if on_host else contract.root.to(device)
     adapted, signature = learn(policy, contract, root, options)
     call, lower = _accelerate(adapted.call, options, device)
-    stored = device if options.device_rows and options.storing_device == device else None
-    return ProgramPolicy(policy, call, signature, env, device=device, stored=stored, lower=lower)
+    stays = options.device_rows and options.storing_device == device
+    outputs = device if stays else None
+    return ProgramPolicy(
+        policy, call, signature, env, device=device, output_device=outputs, lower=lower
+    )
 
 
 def acts_at_random(policy: Any) -> bool:

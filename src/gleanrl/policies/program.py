@@ -52,7 +52,7 @@ class ProgramPolicy:
         env: EnvLayout,
         *,
         device: torch.device,
-        stored: torch.device | None = None,
+        output_device: torch.device | None = None,
         lower: bool = True,
     ) -> None:
         """Run what ``signature`` describes.
@@ -63,14 +63,14 @@ class ProgramPolicy:
             signature: The policy's units, inputs and outputs.
             env: The environment's side of the step.
             device: Where the policy runs.
-            stored: The same, if outputs may stay there until their batch is delivered.
+            output_device: The same, if outputs may stay there until their batch is delivered.
             lower: Take modules apart; else the policy is called as it is.
         """
         self.inner = inner
         staged = can_stage(device) and env.device is None
-        self._stays = env.device or (stored if staged else None)
+        self._output_device = env.device or (output_device if staged else None)
         """The device of the rows of outputs, except actions; ``None`` for memory of the host."""
-        self.signature = signature = _stored_on(signature, env, self._stays)
+        self.signature = signature = _with_outputs_on(self._output_device, signature, env)
         self._batch_dims = len(env.batch_shape)
         self.outputs: tuple[Field, ...] = signature.outputs
         self.states: tuple[Key, ...] = signature.states
@@ -158,7 +158,8 @@ class ProgramPolicy:
 
     def explain(self) -> list[str]:
         """Say what each unit of the policy is run as; reads the exploration type in force."""
-        stay = [] if self._stays is None else [f"outputs stay on {self._stays}"]
+        device = self._output_device
+        stay = [] if device is None else [f"outputs stay on {device}"]
         if self._current().rest:
             return self.on_tensordict.explain() + stay
         return self._lowering.explain(True) + stay
@@ -480,10 +481,10 @@ class _StagedOverRows(_TensorDictOverRows):
         super()._store({**wrote, **self._staging.fetch(wrote)}, t)
 
 
-def _stored_on(
-    signature: PolicySignature, env: EnvLayout, device: torch.device | None
+def _with_outputs_on(
+    device: torch.device | None, signature: PolicySignature, env: EnvLayout
 ) -> PolicySignature:
-    """Return ``signature`` with rows on ``device``, except for what the environment reads."""
+    """Return ``signature`` with outputs on ``device``, except for those the environment reads."""
     read = {*(field.key for field in env.actions), *map(next_key, env.passed)}
     outputs = (f if f.key in read else replace(f, device=device) for f in signature.outputs)
     return replace(signature, outputs=tuple(outputs))
