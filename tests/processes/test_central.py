@@ -29,6 +29,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from tests.covering import ALL
 from torch import nn
+from torchrl.envs import GymEnv as TorchRLGymEnv
 from torchrl.envs import GymWrapper, StepCounter, TransformedEnv
 
 from gleanrl import (
@@ -274,6 +275,22 @@ def test_transforms_of_torchrl_are_stepped_by_their_parts_in_workers():
     )
     assert "4 x TransformedEnv in 2 workers" in collector.cascade_execute("explain")[0]
     collector.shutdown()
+
+
+def test_actions_of_another_dtype_reach_torchrls_environments_as_they_are_written():
+    make, policy = partial(TorchRLGymEnv, "CartPole-v1"), nn.Linear(4, 2)
+    scores = TensorDictModule(policy, ["observation"], ["action"])  # a one-hot vector is expected
+    options = {"frames_per_batch": 64, "total_frames": 128}
+    (made, reference) = (
+        collected(collector, 0)
+        for collector in (
+            MultiSyncCollector([make] * 2, scores, inference="central", **options),
+            Collector([make] * 2, scores, fast=False, **options),
+        )
+    )
+    for batch, other in zip(made, reference, strict=True):
+        assert batch["action"].dtype == torch.float32
+        assert same(batch, other)
 
 
 def test_how_data_are_stored_reaches_workers():

@@ -32,8 +32,6 @@ class TransformedRows(TensorDictRows):
     environment's own, and so are its steps once it was changed in a way that is not proven.
     """
 
-    checks_actions = False
-
     def __init__(
         self, handle: TensorDictHandle, parts: Parts, prove: Callable[[TransformedRows], None]
     ) -> None:
@@ -101,7 +99,7 @@ class TransformedRows(TensorDictRows):
         """Bind to the rows of ``window``; look whether the environment was changed."""
         try:
             with unproven_on_error():
-                self._look()
+                self._look(window)
         except Unproven as err:
             self.why = str(err)
         if self.why:
@@ -120,10 +118,14 @@ class TransformedRows(TensorDictRows):
         """Take the present from the first root row of the window, as in `begin`."""
         self._recorded.read_present()
 
-    def _look(self) -> None:
+    def _look(self, window: Window) -> None:
         """Record changed transforms again; `Unproven` if parts can no longer be stepped."""
         if self.why:
             return
+        for field in self.layout.actions:
+            given = window.tensor(field.key)
+            if given.dtype is not field.dtype or tuple(given.shape[2:]) != field.shape:
+                raise Unproven(f"the policy writes other actions than {field}")
         if not self.parts.intact():
             raise Unproven("its parts or their methods were replaced after construction")
         if self._recorded.changed():
