@@ -275,6 +275,25 @@ def test_pandas_is_imported_once_and_starts_no_thread(plain):
     assert plain[1:3] == ["True", "1"]
 
 
+def test_torchrl_is_imported_once_for_the_workers_of_a_learner_that_has_it():
+    said = run(
+        """
+        import pathlib, sys
+        from gleanrl import MultiSyncCollector
+        from gleanrl.transport.process import zygote
+        zygote()  # before
+        import torchrl.envs
+        def make():
+            import gymnasium
+            print("torchrl.envs" in sys.modules, flush=True)
+            return gymnasium.make("CartPole-v1")
+        MultiSyncCollector([make] * 2, frames_per_batch=4, total_frames=4).shutdown()
+        print(len(list(pathlib.Path(f"/proc/{zygote()._process.pid}/task").iterdir())))
+        """
+    )
+    assert said.split() == ["True", "True", "1"]
+
+
 def test_a_lazy_stack_in_the_learner_leaves_workers_able_to_stack(plain):
     assert plain[3] == "False"
 

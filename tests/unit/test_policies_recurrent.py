@@ -37,6 +37,26 @@ class Cell(TensorDictModuleBase):
         return tensordict
 
 
+class Layers(TensorDictModuleBase):
+    """A recurrent layer of torch, whose states are `[layers, size]` per environment."""
+
+    in_keys = ["observation", "h", "c"]
+    out_keys = ["action", ("next", "h"), ("next", "c")]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(4, 8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, tensordict):
+        before = [tensordict[key].transpose(0, 1).contiguous() for key in "hc"]
+        out, after = self.lstm(tensordict["observation"].reshape(-1, 1, 4), before)
+        tensordict["action"] = self.head(out[:, 0])
+        for key, state in zip("hc", after, strict=True):
+            tensordict["next", key] = state.transpose(0, 1)
+        return tensordict
+
+
 def modules():
     torch.manual_seed(0)
     cell = Mod(nn.GRUCell(4, 8), ["observation", "hidden"], [("next", "hidden")])
@@ -61,6 +81,7 @@ def gru():
 
 KINDS = {
     "own-module": (Cell, [("hidden", (8,))], False),
+    "layers": (Layers, [("h", (2, 8)), ("c", (2, 8))], False),
     "cell-in-modules": (modules, [("hidden", (8,))], False),
     "lstm": (lstm, [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))], True),
     "gru": (gru, [("recurrent_state", (1, 8))], True),
@@ -118,9 +139,9 @@ class Plain(nn.Module):
         return self.head(out[0]), after[0]
 
 
-def test_the_state_of_a_layered_network_has_to_be_declared():
+def test_a_state_of_another_shape_than_the_layers_of_a_network_has_to_be_declared():
     policy = Mod(Plain(), ["observation", "hidden"], ["action", ("next", "hidden")])
-    with pytest.raises(PolicyError, match=r"unknown shape; .*state_shapes = \{'hidden'"):
+    with pytest.raises(PolicyError, match=r"declare its shape.*state_shapes = \{'hidden'"):
         make(policy, layout((5,), FLOATS))
     policy.state_shapes = {"hidden": (8,)}
     same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])

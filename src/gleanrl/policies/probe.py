@@ -515,13 +515,22 @@ def _first_state(
             spec = primers.get(key if len(key) > 1 else key[0], None)
             if spec is not None:
                 shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
-    cells = {m.hidden_size for m in modules_of(policy) if isinstance(m, nn.RNNCellBase)}
+    cells = {shape for module in modules_of(policy) if (shape := _cell_state(module))}
     if not shapes and len(cells) == 1:
-        shapes = dict.fromkeys(states, ((cells.pop(),), torch.get_default_dtype()))
+        shapes = dict.fromkeys(states, (cells.pop(), torch.get_default_dtype()))
     unknown = [key for key in states if key not in shapes]
     if unknown and (shapes or IS_INIT not in (adapted.in_keys or ())):
         raise unknown_state(unknown)
     return shapes
+
+
+def _cell_state(module: nn.Module) -> tuple[int, ...]:
+    """Return the shape of a recurrent layer's state for one environment, ``()`` of others."""
+    if isinstance(module, nn.RNNCellBase):
+        return (module.hidden_size,)
+    if isinstance(module, nn.RNNBase) and not module.proj_size:
+        return (module.num_layers * (1 + module.bidirectional), module.hidden_size)
+    return ()
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TextIO
 
 from gleanrl.core.deadline import Deadline
@@ -49,6 +50,9 @@ main(*map(int, sys.argv[1:]))
 """
 _PRELOADED = "gleanrl"
 """The package of which workers find every public name imported."""
+_PRELOADED_TOO = ("torchrl.envs",)
+"""Modules that take seconds to import: workers find them imported if the learner has imported them
+before. Each worker by itself would take that time and tens of megabytes."""
 _PR_SET_PDEATHSIG = 1
 _ARROW = "JE_ARROW_MALLOC_CONF"
 """Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
@@ -72,6 +76,8 @@ class Zygote:
         """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
         """The latest fork that got a process id."""
+        self._preloaded: set[int] = set()
+        """Those of `_PRELOADED_TOO` that the zygote has imported, or will before its next fork."""
         # Collectors in several threads share the zygote: the thread that reads a message notes it
         # for all. Reentrant, because the garbage collector may close one collector in the middle of
         # another's fork.
@@ -106,6 +112,7 @@ class Zygote:
         """
         deadline = Deadline(timeout)
         with self._lock:
+            self._share_imports()
             number = next(self._forks)
             forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
@@ -138,6 +145,12 @@ class Zygote:
         finally:
             self._lock.release()
         return self._replies[ended]
+
+    def _share_imports(self) -> None:
+        for index, name in enumerate(_PRELOADED_TOO):
+            if name in sys.modules and index not in self._preloaded:
+                self._preloaded.add(index)
+                self._request(b"load", index)
 
     def _request(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
         if self._socket.fileno() >= 0:
@@ -311,10 +324,14 @@ def _import_pandas() -> None:
         return
     given = _ARROW in os.environ
     os.environ.setdefault(_ARROW, "background_thread:false")
-    with contextlib.suppress(Exception):  # a broken pandas is an error where it is used
-        importlib.import_module("pandas")
+    _import("pandas")
     if not given:
         del os.environ[_ARROW]
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(Exception):  # a broken module is an error where it is used
+        importlib.import_module(name)
 
 
 class _Zygote:
@@ -375,6 +392,9 @@ class _Zygote:
         if what == b"kill":
             for pid in [pid for pid, of in self._children.items() if of == number]:
                 os.kill(pid, signal.SIGKILL)
+            return True
+        if what == b"load":
+            preload(partial(_import, _PRELOADED_TOO[number]))
             return True
         try:
             pid = self._fork(lambda: self._become_worker(what, fds))
