@@ -49,9 +49,6 @@ def run(options: DoctorOptions) -> int:
     """Check, print the results and return the exit code: 1 if something is wrong.
 
     All checks run at the same time, in threads that are left behind at their deadlines.
-
-    Raises:
-        GleanError: on another platform than Linux.
     """
     require_linux("the checks of gleanrl doctor")
     started = {name: _started(name, *check) for name, check in CHECKS.items()}
