@@ -320,11 +320,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 atexit.register(self._closing)
 
     def _leave_process(self) -> None:
-        """Make sure that no environment and no policy runs in the learner's process.
-
-        Raises:
-            ConfigError: they do.
-        """
+        """Make sure that no environment and no policy runs in the learner's process."""
         if self._engine.backend.inline:
             raise ConfigError(
                 "start() collects while the learner goes on, with which a policy in this process "

@@ -143,11 +143,7 @@ class Controls:
 
 
 def one_of(*given: Any) -> Any:
-    """Return the weights among ``given``; ``None`` if there are none.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Return the weights among ``given``; ``None`` if there are none."""
     sources = [value for value in given if value is not None]
     if len(sources) > 1:
         raise ConfigError("give weights once: positionally, as weights= or as policy=")

@@ -662,11 +662,7 @@ def _takes_env(factory: Callable[..., Any]) -> bool:
 
 
 def _completed(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the collector.
-
-    Raises:
-        ConfigError: one that the evaluator sets.
-    """
+    """Return the arguments of the collector."""
     taken = [name for name in more if name in given or name in _OWN]
     if taken:
         raise ConfigError(

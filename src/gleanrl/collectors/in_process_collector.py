@@ -143,11 +143,7 @@ class Collector(BaseCollector):
         self._attributes.away = self._engine
 
     def _plan_in_worker(self) -> WorkerPlan:
-        """Return the function that starts the worker.
-
-        Raises:
-            ConfigError: what cannot go on in another process.
-        """
+        """Return the function that starts the worker."""
         arguments, interruptor = self._arguments, self.interruptor
         if not isinstance(interruptor, Interruptor | None):
             raise ConfigError(
