@@ -79,11 +79,7 @@ class BatchPlan:
         return self._options.stacked or not self._options.trim
 
     def common_slots(self) -> Slots:
-        """Return the slots of batches that hold a rollout of every worker.
-
-        Raises:
-            ConfigError: rollouts that cannot be put together so, or more memory than there is.
-        """
+        """Return the slots of batches that hold a rollout of every worker."""
         options = self._options
         if self._fixed is None:
             return Slots(self._steps, options)
@@ -91,11 +87,7 @@ class BatchPlan:
         return self._slab_slots(slab, dim, _SYNC_SLOTS, 0)
 
     def worker_slots(self, worker: int) -> Slots:
-        """Return the slots of batches that are one rollout of ``worker``.
-
-        Raises:
-            ConfigError: more memory than there is.
-        """
+        """Return the slots of batches that are one rollout of ``worker``."""
         layout, steps = self._layouts[worker], self._steps[worker]
         if layout is None:
             return Slots([steps], BatchOptions(cat=0, device=self._options.device))

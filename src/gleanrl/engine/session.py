@@ -331,12 +331,7 @@ class Session:
         return collects and not any(ticket.begun for ticket in tickets)
 
     def post(self, commands: Mapping[int, m.Command]) -> None:
-        """Send one command per worker without waiting; an error is raised by a later call.
-
-        Raises:
-            ClosedError: after `close`.
-            WorkerDied: a worker's process ended.
-        """
+        """Send one command per worker without waiting; an error is raised by a later call."""
         with self._alone():
             self._check_usable()
             for worker, command in commands.items():
@@ -344,12 +339,7 @@ class Session:
             self.raise_if_failed()
 
     def check(self) -> None:
-        """Raise the error of a worker, if one is known without waiting.
-
-        Raises:
-            ClosedError: after `close`.
-            WorkerDied: a worker's process ended.
-        """
+        """Raise the error of a worker, if one is known without waiting."""
         with self._alone():
             self._check_usable()
             self.receive_available()
