@@ -52,9 +52,6 @@ class RecordedStep:
             layout: What the environment shows.
             parts: What it consists of.
             passed: Observations that the policy writes under ``"next"`` before each step.
-
-        Raises:
-            Unproven: that is not known.
         """
         self.parts = parts
         self.reset_s = 0.0

@@ -123,11 +123,7 @@ class RestartingEnv(GymnasiumEnv):
     def _rebuilt(
         self, env: int, error: Exception, options: dict[str, Any] | None = None
     ) -> tuple[Any, Any]:
-        """Build environment ``env`` anew, after ``error``; return what its reset returned.
-
-        Raises:
-            Exception: the last error, if it may not be built as often.
-        """
+        """Build environment ``env`` anew, after ``error``; return what its reset returned."""
         while True:
             self._restarts.count(env, error)
             with contextlib.suppress(Exception):  # it is broken

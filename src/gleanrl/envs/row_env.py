@@ -285,9 +285,6 @@ def write_inputs(
     """Write the entries of ``data`` that ``row`` names into it.
 
     If it ``casts``, another dtype of the same kind is taken: floats, and whole numbers that fit.
-
-    Raises:
-        PolicyError: an entry is missing or does not fit.
     """
     for key, target in row.items():
         value = data.get(key, None)

@@ -79,11 +79,7 @@ def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
 
 
 def load_batch(state: Node) -> TensorDictBase:
-    """Return a batch from its state.
-
-    Raises:
-        StateError: it is the state of something else.
-    """
+    """Return a batch from its state."""
     batch = load_state(None, state)
     if not isinstance(batch, TensorDictBase):
         raise StateError(f"a {type(batch).__name__} is in the place of a batch")
@@ -166,11 +162,7 @@ class Loader:
         return alike and id(present) not in self._used
 
     def class_named(self, name: str, at: str) -> type:
-        """Return a loaded class of the environments' packages.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Return a loaded class of the environments' packages."""
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
         for part in path.split("."):

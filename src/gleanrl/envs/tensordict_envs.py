@@ -161,9 +161,6 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
 
     Where the two disagree the data are believed. State entries (inputs that are no actions) are
     delivered if the reset returned them.
-
-    Raises:
-        EnvError: an entry that does not begin with the environment's batch dimensions.
     """
     batch = tuple(env.batch_size)
     ends = EndFlags(env.full_done_spec, batch)

@@ -43,9 +43,6 @@ class TransformedRows(TensorDictRows):
             handle: The user's environment, reset once.
             parts: What it consists of.
             prove: Is called after transforms were recorded; raises `Unproven`.
-
-        Raises:
-            Unproven: it has to be stepped by its own methods.
         """
         super().__init__(handle)
         self._prove = prove

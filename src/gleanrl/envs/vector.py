@@ -47,12 +47,7 @@ class VectorAdapter(WindowEnv):
     _batched = True
 
     def __init__(self, resets: VectorResets, options: GymOptions) -> None:
-        """Take over the environment of ``resets``, built and not yet reset.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
-                cannot be.
-        """
+        """Take over the environment of ``resets``, built and not yet reset."""
         self._resets, env = resets, vectorised(resets.env)
         self.num_envs, self.all_envs = resets.rows, int(env.num_envs)
         super().__init__(
@@ -136,12 +131,7 @@ class VectorAdapter(WindowEnv):
             writer.write_root(t, envs, returned)
 
     def finish(self, steps: int) -> None:
-        """Write the rewards of ``steps`` steps.
-
-        Raises:
-            EnvError: a finite reward that overflows float32.
-            PolicyError: a discrete action was out of range.
-        """
+        """Write the rewards of ``steps`` steps; refuse overflows and actions out of range."""
         if self._unsettled:
             self._settle()
         if self._resets.members is not None and self._resets.members.settle():
@@ -173,9 +163,6 @@ class VectorAdapter(WindowEnv):
 
         Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
         whole, also if ``static``.
-
-        Raises:
-            ConfigError: ``seed`` is not a whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)

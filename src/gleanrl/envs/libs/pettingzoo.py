@@ -179,12 +179,7 @@ class PettingZooRows(EnvRows):
         options: _Options,
         face: EnvBase | None = None,
     ) -> None:
-        """Take over ``games``, which were reset, out of the user's environment ``face``.
-
-        Raises:
-            ConfigError: agents of one group that differ.
-            EnvError: an observation that its space does not declare.
-        """
+        """Take over ``games``, which were reset, out of the user's environment ``face``."""
         self.games, self.face, self.options = games, face, options
         self.stateful = list(games)
         self._groups = [
