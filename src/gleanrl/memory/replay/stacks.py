@@ -35,11 +35,7 @@ class Stack:
 
     @classmethod
     def of(cls, fields: Mapping[Key, Field], key: Key, size: int) -> Stack:
-        """Find the entries, and their dimension of frames.
-
-        Raises:
-            ConfigError: there is no such entry, or it is no stack of so many frames.
-        """
+        """Find the entries, and their dimension of frames."""
         field = fields.get(key)
         if field is None:
             raise ConfigError(
