@@ -243,9 +243,6 @@ class EnvWorkers:
         """Have ``workers`` wait for commands, after what is under way; return the session.
 
         The steps of all others continue.
-
-        Raises:
-            ClosedError: after `close`, or in a forked child.
         """
         self._check_usable()
         for group in self.groups:
@@ -499,11 +496,7 @@ class WorkerGroup:
             yield m.Call(f"groups[{number}].{method}", own)
 
     def snapshot(self, allow_pickle: bool) -> Node:
-        """Return the state of all environments in the middle of their episodes.
-
-        Raises:
-            StateError: some are not in the episodes that the learner knows.
-        """
+        """Return the state of all environments in the middle of their episodes."""
         self.wait()
         found = self.ask("snapshot", (allow_pickle,))
         if self._beginning or self._missing:
@@ -511,11 +504,7 @@ class WorkerGroup:
         return found
 
     def resume(self, snapshot: Node, allow_pickle: bool) -> None:
-        """Have all environments continue from a state of `snapshot`.
-
-        Raises:
-            StateError: it is that of another number of workers.
-        """
+        """Have all environments continue from a state of `snapshot`."""
         self.wait()
         there, here = len(snapshot), len(self.members)
         if there != here:
@@ -544,11 +533,7 @@ class WorkerGroup:
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
-        """Give all workers an order; `settle` has to follow.
-
-        Raises:
-            ClosedError: after `close`, or in a forked child.
-        """
+        """Give all workers an order; `settle` has to follow."""
         workers = self.workers
         workers.serve(self._present)
         self._orders[:] = window, t, resets
