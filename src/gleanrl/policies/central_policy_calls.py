@@ -250,11 +250,7 @@ def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
 def _written(
     out: TensorDictBase, key: Key, like: torch.Tensor, batch: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return an entry that the policy wrote for a ``batch`` of environments.
-
-    Raises:
-        PolicyError: it is missing, or has another shape or dtype than in the first call.
-    """
+    """Return an entry that the policy wrote for a ``batch`` of environments."""
     value = out.get(item_name(key), None)
     fits = isinstance(value, torch.Tensor) and value.dtype == like.dtype
     if not fits or value.shape != (*batch, *like.shape[len(batch) :]):

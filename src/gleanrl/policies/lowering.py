@@ -531,11 +531,7 @@ def _call_again(
     keys: Sequence[Key],
     cells: Sequence[Tensor | None],
 ) -> None:
-    """Call ``fn`` on copies of ``args``, and write what it returns into ``cells``.
-
-    Raises:
-        PolicyError: it returned or changed something else than in its first call.
-    """
+    """Call ``fn`` on copies of ``args``, and write what it returns into ``cells``."""
     values = [arg.clone() for arg in args]
     out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
     outs = tuple(map(converted, _as_tuple(out, keys)))

@@ -143,13 +143,7 @@ class Actor:
 
 
 def make_actor(policy: Any, contract: EnvContract, options: SourceOptions) -> Actor:
-    """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
-
-    Raises:
-        PolicyTypeError: the policy cannot be called with what the environment gives.
-        PolicyError: what it writes does not fit the environment.
-        ConfigError: options that contradict each other or the device.
-    """
+    """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it."""
     root = contract.root
     device = _device_of(policy, options.policy_device, root.device)
     away = _away(root, options.policy_device, device)

@@ -145,11 +145,7 @@ def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
 
 
 def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
-    """Call ``policy`` and return the TensorDict it left or returned.
-
-    Raises:
-        PolicyError: it wrote a tensor that has not the batch's shape.
-    """
+    """Call ``policy`` and return the TensorDict it left or returned."""
     try:
         result = policy(td)
     except RuntimeError as err:
@@ -284,10 +280,6 @@ def learn(
 
     Returns:
         How the policy is called from now on, and what that call showed.
-
-    Raises:
-        PolicyTypeError: it cannot be called with what the environment gives.
-        PolicyError: it does not fit the environment.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout

@@ -110,11 +110,7 @@ class ProgramPolicy:
         self.act = self._rows.act
 
     def finish(self, steps: int) -> None:
-        """Look back at the rollout.
-
-        Raises:
-            PolicyError: some step was not a number, or a setting of the policy has changed.
-        """
+        """Raise `PolicyError` if a step gave NaN, or a setting has changed."""
         if self._rows is self._replayed:
             check_unchanged(self._now, self._current())
         self._rows.finish()
@@ -315,12 +311,7 @@ class TensorDictPolicy:
         return self._lowering.explain(may_lower(self._device))
 
     def finish(self) -> None:
-        """Look back at the steps since `begin`.
-
-        Raises:
-            PolicyError: a value was not a number where that is not allowed, or a setting of the
-                policy has changed.
-        """
+        """Raise `PolicyError` if a step since `begin` gave NaN, or a setting has changed."""
         if self._lowering is None or self._program is None:
             return
         for check in self._program.checks:

@@ -142,11 +142,7 @@ class SpecActions(RandomActions):
     """A `Policy` that draws from specs of the user's."""
 
     def __init__(self, policy: RandomPolicy, env: EnvLayout) -> None:
-        """Draw actions for ``env`` as calling ``policy`` does.
-
-        Raises:
-            PolicyError: its spec does not fit the environment's actions.
-        """
+        """Draw actions for ``env`` as calling ``policy`` does."""
         super().__init__({}, env)
         self.inner, self._env = policy, env
         self._sources()  # raises, if one does not fit
@@ -168,11 +164,7 @@ class SpecActions(RandomActions):
             rows[t].copy_(draw().view(shape))
 
     def finish(self, steps: int) -> None:
-        """Look back at the rollout.
-
-        Raises:
-            PolicyError: the policy has another class, spec or key than at its beginning.
-        """
+        """Raise `PolicyError` if the policy has another class, spec or key than at `begin`."""
         for before, now in zip(self._settings, _settings(self.inner), strict=True):
             check_unchanged(before, now)
 
