@@ -140,9 +140,6 @@ class Chunks:
             count: Rows in which environments acted; one more shows those that are at hand then.
             ids: ``[count + 1, M]``, the environment of each entry.
             version: The version of the policy.
-
-        Raises:
-            EnvError: the pool answered for an environment that was not to take a step.
         """
         order, envs, first = self._in_order(ids[: count + 1].reshape(-1))
         width, own = self._width, envs[first]

@@ -229,11 +229,7 @@ class DenseRollout(BaseSource):
 
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:
-    """Check that single environments can be reset if that is needed.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Check that single environments can be reset if that is needed."""
     if options.max_frames_per_traj is not None and not env.can_cut:
         raise ConfigError(
             f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "

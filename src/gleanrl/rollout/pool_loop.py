@@ -158,11 +158,7 @@ class PoolRollout(DenseRollout):
         policy: Policy,
         options: SourceOptions,
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
-
-        Raises:
-            ConfigError: a dtype that the log cannot hold, because numpy has none like it.
-        """
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`."""
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)

@@ -77,12 +77,7 @@ class BaseSource:
         self.policy_version = snapshot.version
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of the weights of a model, by dotted name.
-
-        Raises:
-            UnknownModelError: there is none of that id.
-            WeightsError: it is no module.
-        """
+        """Return the shapes of the weights of a model, by dotted name."""
         return shapes_of(self._module(model_id))
 
     def policy_state(self) -> dict[str, Any]:
@@ -215,11 +210,7 @@ class BaseSource:
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
     ) -> str | None:
-        """Restore a state from `state`; return why environments begin new episodes, if they do.
-
-        Raises:
-            ConfigError: the state is that of another number of environments.
-        """
+        """Restore a state from `state`; return why environments begin new episodes, if they do."""
         self.tracker.check_state(state["tracker"])
         self._envs.load_state(state["env"], strict)
         self.policy_version = int(state["policy_version"])

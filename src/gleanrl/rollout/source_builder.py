@@ -62,11 +62,7 @@ class SourceBuilder:
     options: SourceOptions
 
     def __call__(self, worker: int) -> Source:
-        """Call ``init_fn``, then build the source. Random states are restored.
-
-        Raises:
-            ConfigError: options the environment cannot honour.
-        """
+        """Call ``init_fn``, then build the source. Random states are restored."""
         if self.options.init_fn is not None:
             self.options.init_fn()
         streams = Streams()
