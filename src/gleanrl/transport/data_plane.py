@@ -43,11 +43,7 @@ class Pair(Protocol):
     """One side of the way for data, on which the first tensor sent is the first received."""
 
     def send(self, tensor: torch.Tensor) -> Transfer:
-        """Begin to send ``tensor``, which must not change until the transfer is finished.
-
-        Raises:
-            RuntimeError: the other side is gone.
-        """
+        """Begin to send ``tensor``, which must not change until the transfer is finished."""
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
         """Begin to receive into ``tensor`` (uint8), which is whole once that is finished.

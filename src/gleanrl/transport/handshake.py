@@ -57,11 +57,7 @@ class Invitation:
 
 
 def new_secret() -> bytes:
-    """Return a secret for one collector: the user's, if there is one, or a new one.
-
-    Raises:
-        ConfigError: that in the environment is too short.
-    """
+    """Return a secret for one collector: the user's, if there is one, or a new one."""
     given = os.environ.get(SECRET)
     return secrets.token_hex(32).encode() if given is None else secret_from(given)
 

@@ -85,9 +85,6 @@ class NodeAdmitter:
 
         ``heartbeat`` is told to nodes (see `NetworkBackend`); a node may take ``timeout_s`` seconds
         to join, and then to be up.
-
-        Raises:
-            ConfigError: no port is free, or the secret in the environment is too short.
         """
         self._secret = new_secret()
         self.listener = _listen(host, ports)

@@ -56,11 +56,7 @@ class Node(ChannelPeer):
     """A node, seen from the learner."""
 
     def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
-        """Take over the connection of ``guest``, which was let in.
-
-        Raises:
-            OSError: the connection has ended.
-        """
+        """Take over the connection of ``guest``; raise `OSError` if it has ended."""
         sock = guest.sock
         super().__init__(guest.node, Channel(sock, guest.keys))
         self.channel.keep_alive(backend.timeout_s)
@@ -115,12 +111,7 @@ class Node(ChannelPeer):
         self.channel.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Return the node's value of ``key``; other frames are kept for later.
-
-        Raises:
-            CollectorTimeout: none came in time.
-            EOFError: the node is gone.
-        """
+        """Return the node's value of ``key``; other frames are kept for later."""
         self._read_until(lambda: key in self._keys, self._backend.timeout_s)
         return self._keys[key]
 
@@ -274,11 +265,7 @@ class FlatWeightPublisher:
         """Per node, the publication that it was sent last."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, and begin to send them.
-
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
-        """
+        """Copy ``tensors``, in the order of ``ref``, and begin to send them."""
         check_fit(self.ref, tensors)
         with Deferred():  # a frame that is sent in part, or twice, ends the connection
             buffer = self._unused()
@@ -348,9 +335,6 @@ class NetworkBackend(ChannelBackend[Node]):
             timeout_s: Seconds without a sign of life after which a node counts as dead.
             start_timeout: Seconds all nodes together may take to join.
             replaces: Whether `replace` will be called: the port stays open for that.
-
-        Raises:
-            ConfigError: the port cannot be listened on.
         """
         super().__init__()
         self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
@@ -373,12 +357,7 @@ class NetworkBackend(ChannelBackend[Node]):
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Have one node started per factory, and let them in.
-
-        Raises:
-            ConfigError: a factory cannot be sent to another process.
-            WorkerDied: a node ended before it joined.
-        """
+        """Have one node started per factory, and let them in."""
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))
         self._poller.register(self.admitter.bell, select.EPOLLIN)

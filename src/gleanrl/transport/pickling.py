@@ -90,11 +90,7 @@ class _Capturing(_Pickler):
 
 
 def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME) -> list[bytes]:
-    """Return the factory of every worker as bytes.
-
-    Raises:
-        ConfigError: one cannot be sent, or there is no memory for all of them, here and in workers.
-    """
+    """Return the factory of every worker as bytes."""
     first = pickled(0, factories[0], worker_name)
     count = len(factories)
     advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"

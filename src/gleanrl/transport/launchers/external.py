@@ -124,11 +124,7 @@ class TorchrunLauncher:
     """Tells the other ranks where the learner is."""
 
     def __init__(self) -> None:
-        """Read the environment.
-
-        Raises:
-            ConfigError: this process was not started by torchrun.
-        """
+        """Read the environment that torchrun has set."""
         self._job = _Job()
         self._store: Any = None
 
