@@ -212,11 +212,7 @@ class _Axis:
 
 
 def save(path: str | Path, page: Page) -> None:
-    """Write ``page`` to ``path``; replace an existing file at once.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``page`` to ``path``; replace an existing file at once."""
     tensor_files.replace(Path(path), render(page))
 
 

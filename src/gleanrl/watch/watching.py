@@ -40,11 +40,7 @@ class Watching:
     """
 
     def __init__(self, name: str, progress: bool | str, logger: Any) -> None:
-        """Take the arguments ``progress`` and ``logger`` of the collector called ``name``.
-
-        Raises:
-            ConfigError: a logger that cannot be called.
-        """
+        """Take the arguments ``progress`` and ``logger`` of the collector called ``name``."""
         self._name = name
         self._label = name if progress is True else progress or ""
         self._loggers = Loggers(logger)
