@@ -124,9 +124,6 @@ class SharedWeightPublisher:
 
         A sequence that is given again, the same object, must have the same tensors over the same
         memory as before: only their values are read anew.
-
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
         """
         if tensors is not self._known:
             self._look_at(tensors)
