@@ -173,7 +173,6 @@ class BackgroundFilling(Background):
     _ending = False
 
     def __init__(self, engine: Engine, counts: FrameCounts, timeout: float | None) -> None:
-        """Prepare to collect with ``engine``."""
         super().__init__()
         self._engine, self._counts, self._timeout = engine, counts, timeout
 
