@@ -244,7 +244,6 @@ class Streams:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
         self.actions = state["actions"]
         if "torch" not in state:
             self._own = None
