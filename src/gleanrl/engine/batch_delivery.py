@@ -57,7 +57,6 @@ class BatchPlan:
         steps: Sequence[int],
         options: BatchOptions,
     ) -> None:
-        """Reserve nothing yet."""
         self._shared, self._steps, self._layouts = shared, steps, layouts
         fixed = [layout for layout in layouts if layout is not None]
         there = {field.device for layout in fixed for field in layout.fields} - {None}
@@ -231,7 +230,6 @@ class SlabSlots(Slots):
     """
 
     def __init__(self, arena: Arena, slots: int, options: BatchOptions, cat_dim: int = 0) -> None:
-        """Hand out the ``slots`` slots of ``arena``."""
         self._arena, self._device = arena, options.device
         self._stacked = arena.slab.order is Order.STACKED
         self._trim = options.trim and not self._stacked
