@@ -54,7 +54,6 @@ class WindowEnv(EnvRows):
         batch_shape: tuple[int, ...],
         options: GymOptions,
     ) -> None:
-        """Read the observation and the action space of one environment."""
         self.options = options
         leaves = observation_leaves(observed)
         fields = [leaf_field(leaf, options.observation_dtype) for leaf in leaves]

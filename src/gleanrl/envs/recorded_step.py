@@ -82,7 +82,6 @@ class RecordedStep:
         return self._memory.members.action_specs
 
     def explain(self) -> str:
-        """Return how environments and transforms are stepped."""
         text = self._memory.members.explain()
         for transform in self.parts.transforms:
             name = type(transform).__name__

@@ -43,7 +43,6 @@ class FieldWriter:
     """Writes one field of ``P`` environments; a subclass reads it from their results."""
 
     def __init__(self, field: Field) -> None:
-        """Write ``field``."""
         self._field = field
         self._shape = field.shape
         self._root: list[Array] = []

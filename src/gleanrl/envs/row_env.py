@@ -55,7 +55,6 @@ class EnvRows(Env, Resumable):
 
     @property
     def inner(self) -> Any:
-        """The user's environment."""
         return self if self.face is None else self.face
 
     def joined(
@@ -75,7 +74,6 @@ class EnvRows(Env, Resumable):
         return None
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         inner = self.inner
         kind = type(inner[0] if isinstance(inner, list) else inner).__name__
         return f"{self.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts"
@@ -91,19 +89,16 @@ class EnvRows(Env, Resumable):
         self._window = window
 
     def post(self, t: int, cut: Sequence[int]) -> None:
-        """Take step ``t``, because these environments are in this process."""
         self._ended = self.step(t, cut)
 
     @property
     def under_way(self) -> bool:
-        """Whether a step goes on: never, in this process."""
         return False
 
     def wait(self, seconds: float | None = None) -> None:
         """Do nothing: no step goes on."""
 
     def complete(self, t: int) -> Sequence[int]:
-        """Return the environments that ended in the step that was posted."""
         return self._ended
 
     def keep(self, t: int) -> None:
@@ -140,7 +135,6 @@ class Row:
     """The memory of one step of an environment: root entries, actions, and what the step gives."""
 
     def __init__(self, env: Any) -> None:
-        """Read the fields off the specs of ``env``."""
         self.batch, trees = tuple(env.batch_size), spec_trees(env)
         shown, actions, rewards, flags = (spec_fields(tree, self.batch) for tree in trees)
         found = (group for tree in trees for group in spec_groups(tree, len(self.batch)))
@@ -268,11 +262,9 @@ class RowEnv(EnvBase, Resumable):
         self.rows.seed(seed, static)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Return the state of the environments that step."""
         return self.rows.snapshot(allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Have them continue."""
         self.rows.resume(snapshot, allow_pickle)
 
     def _close(self) -> None:

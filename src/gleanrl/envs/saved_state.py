@@ -90,7 +90,6 @@ class Saver:
     """Turns objects into plain data."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        """Start with nothing saved."""
         self.allow_pickle = allow_pickle
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -117,7 +116,6 @@ class Loader:
     """Restores objects from plain data."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        """Start with nothing loaded."""
         self.allow_pickle = allow_pickle
         self._found: dict[int, Any] = {}
         self._due: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []

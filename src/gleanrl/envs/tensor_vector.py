@@ -124,7 +124,6 @@ class TensorVectorEnv(VectorAdapter):
         """The number of each leaf's first action, if that is not 0."""
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         rows = self.layout.device or "the host"
         return f"{super().explain()}: tensors on {self._there}, rows on {rows}"
 

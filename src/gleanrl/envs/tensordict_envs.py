@@ -481,7 +481,6 @@ class TensorDictHandle:
         return sorted(ended + late)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset ``envs`` (all if ``None``)."""
         if envs is None:
             self.root = self.env.reset(**options)
         elif options:
@@ -518,7 +517,6 @@ class TensorDictHandle:
         return save_state([self.env, self.root], allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Continue from a state of `snapshot`."""
         _, self.root = load_state([self.env, self.root], snapshot, allow_pickle)
 
     def close(self) -> None:

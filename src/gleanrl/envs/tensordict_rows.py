@@ -28,17 +28,14 @@ class ForeignSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of one value."""
         return torch.Size(self.leaf.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of one value."""
         dtype: torch.dtype = self.leaf.dtype
         return dtype
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Draw values."""
         drawn: torch.Tensor = self.leaf.rand(torch.Size(shape))
         return drawn
 

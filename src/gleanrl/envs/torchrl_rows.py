@@ -74,7 +74,6 @@ class TransformedRows(TensorDictRows):
         return self._recorded.parts
 
     def explain(self) -> str:
-        """Return how environments and transforms are stepped."""
         if self.why:
             return f"{self.handle.kind}, called as it is by its TensorDict methods ({self.why})"
         return self._recorded.explain()

@@ -66,7 +66,6 @@ class VectorAdapter(WindowEnv):
         return self._resets.env
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         return f"{type(self.inner).__name__} of {self.num_envs}, {self._resets.explain()}"
 
     # -- steps -----------------------------------------------------------------------------------
@@ -143,7 +142,6 @@ class VectorAdapter(WindowEnv):
     # -- resets ----------------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         where: Array | slice = _ALL
         if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
@@ -286,7 +284,6 @@ class VectorResets:
         return int(vectorised(self.env).num_envs)
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         return "called as it is by its own step"
 
     @property

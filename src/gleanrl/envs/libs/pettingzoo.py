@@ -443,7 +443,6 @@ class _Agents:
         return {(self.name, *key): spec.expand(n, *spec.shape) for key, spec in specs.items()}
 
     def begin(self, window: Window) -> None:
-        """Bind to the actions in ``window``."""
         self._rows = [window.rows(key) for key in self.acted]
 
     def add_moves(self, moves: Sequence[Moves], t: int) -> None:
