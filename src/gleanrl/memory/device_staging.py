@@ -48,7 +48,6 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, shown: Entries, written: Entries) -> None:
-        """Reserve nothing yet."""
         self._device, self._entries = device, (shown, written)
         self._event = torch.Event(device)
         self._calls: dict[tuple[int, ...], _Call] = {}
