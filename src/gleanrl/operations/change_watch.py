@@ -73,7 +73,6 @@ class Watch:
     """Notices when what was read is no longer what it was."""
 
     def __init__(self) -> None:
-        """Watch nothing but the surroundings yet."""
         self._seen: dict[int, Any] = {}
         self._objects: list[Any] = []
         self._kinds: list[type] = []
