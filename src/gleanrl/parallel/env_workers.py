@@ -113,7 +113,6 @@ class EnvWorkers:
     """
 
     def __init__(self, plan: EnvWorkersPlan) -> None:
-        """Start the workers."""
         require_linux("workers in other processes")
         self.timeout, self.start_timeout = plan.timeout, plan.start_timeout
         self.count = 1 + max(map(max, plan.groups))
@@ -504,7 +503,6 @@ class WorkerGroup:
         return found
 
     def resume(self, snapshot: Node, allow_pickle: bool) -> None:
-        """Have all environments continue from a state of `snapshot`."""
         self.wait()
         there, here = len(snapshot), len(self.members)
         if there != here:

@@ -157,15 +157,12 @@ class EnvWorker:
         return None
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` in this worker and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return the object at ``path`` in this worker."""
         return paths.resolve(self, path)
 
     def close(self) -> None:
-        """Close the environments."""
         close_all([group.envs for group in self.groups])
 
 

@@ -336,7 +336,6 @@ class EnvGroup:
         return {"envs": self._stepped.snapshot(allow_pickle), "streams": streams.state()}
 
     def resume(self, snapshot: Mapping[str, Any], allow_pickle: bool) -> None:
-        """Continue from a state of `snapshot`."""
         self._stepped.resume(snapshot["envs"], allow_pickle)
         streams = Streams()
         streams.load_state(snapshot["streams"])
@@ -391,7 +390,6 @@ class EnvGroup:
         return self.envs.state_dict()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`."""
         self.envs.load_state_dict(state, strict)
 
 
@@ -472,7 +470,6 @@ class _TensorDictRow(Resumable):
         self._device = None if device is None or device.type == "cpu" else device
 
     def bind(self, window: Window) -> None:
-        """Step in ``window`` from now on."""
         self._row.bind(window)
 
     def step_row(self, and_reset: bool) -> None:

@@ -85,7 +85,6 @@ class WorkerRows(EnvRows):
         return self.complete(t)
 
     def post(self, t: int, cut: Sequence[int]) -> None:
-        """Have workers take step ``t``; `complete` has to follow."""
         if self._target is not self._window:
             _copy(self._window, self._target, self._given, t)
         if cut:
@@ -100,7 +99,6 @@ class WorkerRows(EnvRows):
         self._group.workers.take_answers(seconds)
 
     def complete(self, t: int) -> Sequence[int]:
-        """Wait until all workers took step ``t``; return the environments that ended."""
         ended = self._group.settle()
         if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
