@@ -155,7 +155,6 @@ class Seat:
     """The `Policy` of one of several rollouts, for all of which a `JointPolicy` acts."""
 
     def __init__(self, joint: JointPolicy, called: ProgramPolicy, env: EnvLayout) -> None:
-        """Have ``joint`` act for the environments of ``env``."""
         self._joint = joint
         self.inner, self.outputs = called.inner, called.outputs
         self.states, self.provided = called.states, called.provided
@@ -179,7 +178,6 @@ class Seat:
         return self
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``."""
         batch, self.seconds = self.batch, 0.0
         self.shown = {key: _rows(window, key, batch) for key in self._reads}
         self.targets = {f.key: [_rows(window, f.key, batch)] for f in self.outputs}
@@ -192,7 +190,6 @@ class Seat:
         self.t = t
 
     def act_with(self, others: Sequence[Seat]) -> None:
-        """Have the policy act once, for this rollout and ``others``."""
         try:
             self._joint.act([self, *others])
         except Exception as err:
@@ -206,7 +203,6 @@ class Seat:
         """Do nothing: states are zeroed with the rows, and nothing else is remembered."""
 
     def explain(self) -> list[str]:
-        """Return how the policy is called."""
         return ["called as it is, at once for all environments of workers that wait for an action"]
 
 

@@ -93,7 +93,6 @@ class ProgramPolicy:
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``; reads the exploration type in force."""
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
@@ -116,7 +115,6 @@ class ProgramPolicy:
         self._rows.finish()
 
     def forget(self) -> None:
-        """Drop what the policy wrote at earlier steps; all environments begin anew."""
         self._rows = self._called
         self._called.forget()
 
@@ -153,7 +151,6 @@ class ProgramPolicy:
             value.view(-1, *value.shape[self._batch_dims :])[list(envs)] = 0
 
     def explain(self) -> list[str]:
-        """Say what each unit of the policy is run as; reads the exploration type in force."""
         device = self._output_device
         stay = [] if device is None else [f"outputs stay on {device}"]
         if self._current().rest:

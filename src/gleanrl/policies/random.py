@@ -103,7 +103,6 @@ class RandomActions:
         self._window, self._drawn = window, 0
 
     def act(self, t: int) -> None:
-        """Write random actions into row ``t``."""
         if t == self._drawn:
             self._draw(t)
 
@@ -134,7 +133,6 @@ class RandomActions:
         """Do nothing: nothing is remembered."""
 
     def explain(self) -> list[str]:
-        """Say who acts."""
         return ["random actions, drawn from a spec"]
 
 
@@ -159,7 +157,6 @@ class SpecActions(RandomActions):
         ]
 
     def act(self, t: int) -> None:
-        """Write actions into row ``t``, as a call of the user's policy does."""
         for draw, shape, rows in self._rows:
             rows[t].copy_(draw().view(shape))
 
