@@ -115,7 +115,6 @@ class ResetTracker:
         return torch.from_numpy(self._born.copy())
 
     def load_state(self, state: torch.Tensor) -> None:
-        """Continue from a state of `state`."""
         self._born = state.numpy().copy()
 
     def restart(self, envs: Array | slice) -> None:
@@ -174,7 +173,6 @@ class PoolRollout(DenseRollout):
         return Tracker(self.num_envs, self.options.max_frames_per_traj)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
         log = self._log = self._ready_log(steps)
         with self.rolling():

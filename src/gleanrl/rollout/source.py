@@ -62,13 +62,11 @@ class BaseSource:
 
     @property
     def memory(self) -> SharedMemory | None:
-        """Where windows should lie, for environments in other processes."""
         return self._envs.memory
 
     # -- weights and remote access -----------------------------------------------------------------
 
     def load(self, snapshot: Snapshot) -> None:
-        """Load weights of one or more models, for the next rollout."""
         models = {name: self._module(name) for name in snapshot.models}
         for name, weights in snapshot.models.items():
             check_weights(models[name], weights)
@@ -96,17 +94,14 @@ class BaseSource:
         )
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return the object at ``path``."""
         return paths.resolve(self, path)
 
     # -- what environments and counters have in common ---------------------------------------------
 
     def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
         self.tracker.place(base, stride)
 
     @contextmanager
@@ -149,7 +144,6 @@ class BaseSource:
         yield
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Fill ``window``; see `Source`."""
         raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
@@ -169,7 +163,6 @@ class BaseSource:
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments; they start new trajectories."""
         chosen = None if self.inconsistent else envs
         self.inconsistent = True
         with self.streams.active():
@@ -180,7 +173,6 @@ class BaseSource:
         raise NotImplementedError
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed everything and reset; returns the last seed an environment got."""
         with preserved():  # some environments seed torch's global generator as well
             last = self._envs.seed(seed, static)
         self.streams.seed(seed if stream is None else stream)
@@ -210,7 +202,6 @@ class BaseSource:
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
     ) -> str | None:
-        """Restore a state from `state`; return why environments begin new episodes, if they do."""
         self.tracker.check_state(state["tracker"])
         self._envs.load_state(state["env"], strict)
         self.policy_version = int(state["policy_version"])
@@ -242,7 +233,6 @@ class BaseSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the environments."""
         self._envs.close()
 
     def _exploration(self) -> Any:
