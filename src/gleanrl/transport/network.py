@@ -144,7 +144,6 @@ class Node(ChannelPeer):
             self.channel.post(frame)
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
         with self._sending:
             super().flush()
 
@@ -357,7 +356,6 @@ class NetworkBackend(ChannelBackend[Node]):
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Have one node started per factory, and let them in."""
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))
         self._poller.register(self.admitter.bell, select.EPOLLIN)

@@ -124,7 +124,6 @@ class TorchrunLauncher:
     """Tells the other ranks where the learner is."""
 
     def __init__(self) -> None:
-        """Read the environment that torchrun has set."""
         self._job = _Job()
         self._store: Any = None
 

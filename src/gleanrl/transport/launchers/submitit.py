@@ -343,7 +343,6 @@ class DelayedLauncher:
     """In a main job: invites the nodes that wait for it, once."""
 
     def __init__(self) -> None:
-        """Find the nodes."""
         if _main_job is None:
             raise ConfigError(
                 "launcher='submitit_delayed' is for collectors built in a function that "
