@@ -93,7 +93,6 @@ class Measures:
     _lock: threading.RLock
 
     def __init__(self, workers: int) -> None:
-        """Start with nothing from ``workers`` workers."""
         guarded(self)  # reentrant: a signal handler may ask in the thread that adds
         self._settling = False
         self._waiting: deque[_Batch] = deque()
