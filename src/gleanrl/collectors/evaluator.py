@@ -398,8 +398,7 @@ class Evaluator:
             on_failure: The reaction to a worker that dies or is late: ``"raise"``, or
                 ``"relaunch"``, with a warning: a replacement plays the evaluation again, with the
                 same weights and ``seed``.
-            max_relaunches: Replacements, failed ones included: a number, or ``(number, seconds)``
-                for so many within a time. Then the error is raised.
+            max_relaunches: As for `MultiSyncCollector`; after that, the error is raised.
             on_env_error: The reaction to an exception of an environment: ``"raise"``, or
                 ``"restart"``, with a warning: it is built anew, and plays another episode in place
                 of the one that was cut.
