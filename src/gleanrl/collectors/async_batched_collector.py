@@ -106,9 +106,9 @@ class AsyncBatchedCollector(MultiCollector):
                 There, unfinished trajectories count among ``total_frames``.
             weight_sync: A `WeightSyncScheme` for the model ``weight_sync_model_id``.
             weight_sync_model_id: See ``weight_sync``.
-            backend, env_backend, env_exchange, policy_backend, transport, verbose: Ignored:
-                environments are in processes, data pass through shared memory, and ``progress=``
-                and ``logger=`` show what happens.
+            backend, env_backend, env_exchange, policy_backend, transport, verbose: Ignored.
+                Environments are in processes, and data pass through shared memory. The arguments
+                ``progress`` and ``logger`` show what happens.
             create_env_kwargs: Arguments of the callables, or of each of them.
             worker_affinity: The processors of each worker process; see `MultiAsyncCollector`.
             driver_affinity: The processors of the process with the policy (``policy_factory``).
