@@ -1,9 +1,7 @@
 """The state of environments as plain data: numbers, strings, lists, dicts and tensors.
 
-An environment is a graph of Python objects. Everything in it that can change is saved: attributes,
-containers, arrays, generators, simulators. A state is loaded into the objects of an environment
-that was made alike, so that no constructor is called and no module imported. Functions, classes,
-renderers and the like stay those of the environment that loads.
+A state is loaded into the objects of an environment that was made alike. No constructor is called
+and no module imported; docs/decisions.md ("Exact resume") says which parts are saved.
 
 Each part that is no number or string is a list, ``[kind, ...]``. Parts that others may refer to
 have a number there. `_KINDS` has both directions of every kind.

@@ -73,19 +73,11 @@ class Resumable(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Return the state in the middle of episodes. Internal to the package.
-
-        Raises:
-            StateError: names a part whose state cannot be saved.
-        """
+        """Return the state in the middle of episodes, or raise `StateError`. Internal."""
 
     @abc.abstractmethod
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Continue from a state of `snapshot`. Internal to the package.
-
-        Raises:
-            StateError: it does not fit; the environments have to be reset.
-        """
+        """Continue from a `snapshot`; after a `StateError`, reset the environments. Internal."""
 
 
 def name_of(kind: type) -> str:
