@@ -1,23 +1,9 @@
-"""Whether what recorded calls read still is what it was.
+"""Notices changes of modules, specs and settings that recorded calls have read.
 
-==================================  ==============================================================
-reader                              what is watched
-==================================  ==============================================================
-every module                        its class and bases, ``training``, hooks, the instance's
-                                    ``__dict__``, and the contents of lists, tuples and dicts in it
-layers                              memory of weights and buffers; their values at every step
-``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
-``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
-``QValueModule``                    ``action_space``, ``action_mask_key``, keys
-``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
-``TanhModule``                      keys, flags, bounds by value
-``AdditiveGaussianModule``          keys, its spec and all in that; sigma at every step
-``OrnsteinUhlenbeckProcessModule``  keys, settings of the process; epsilon at every step
-``RandomPolicy``                    its attributes, its spec and all in that
-distributions                       classes of all that an instance is built of; bounds by value
-sequences and wrappers              ``_modules``, keys, flags
-the surroundings                    default dtype, ``composite_lp_aggregate``, functions of torch
-==================================  ==============================================================
+A `Watch` compares the class and bases of every module, its attributes with the contents of lists,
+tuples and dicts in them, the memory of weights and buffers, parts of specs, bounds by value, the
+default dtype, ``composite_lp_aggregate`` and functions of torch. Recorded calls read weights,
+buffers, epsilon and sigma at every step. docs/migration/torchrl_environments.md lists the modules.
 """
 
 from __future__ import annotations
