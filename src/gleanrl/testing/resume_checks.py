@@ -27,8 +27,7 @@ def check_resume(
     run did after it.
 
     Args:
-        env: An id, a callable, or a Gymnasium environment, of which copies are used. It must pass
-            `check_env`.
+        env: As for `check_policy`.
         policy: Anything that a collector takes; random actions by default.
         steps: The frames of a batch.
         seed: The seed of the run.
