@@ -111,7 +111,7 @@ class Background:
         What was under way when the block is entered has been collected and stored.
 
         Raises:
-            CollectorTimeout: what was under way took longer than ``timeout`` seconds.
+            CollectorTimeout: the step under way took longer than ``timeout`` seconds.
         """
         with self._state:
             self._paused += 1

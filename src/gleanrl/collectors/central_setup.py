@@ -224,7 +224,7 @@ def central_plan(
 
 
 def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
-    """Return what makes each environment of each worker."""
+    """Return the factories of the environments of each worker."""
     number, groups = arguments["num_envs"], arguments["env_groups"]
     if groups > MOST_GROUPS:
         raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")

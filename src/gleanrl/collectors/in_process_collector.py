@@ -78,7 +78,7 @@ class Collector(BaseCollector):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 
-        Subclasses are what they are, and refuse such selectors.
+        Subclasses are never exchanged, and refuse such selectors.
 
         Raises:
             TypeError: a selector of the wrong type, or on a subclass.

@@ -194,7 +194,7 @@ class Slots:
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
         """Return the batch that was written into ``slot``; its memory is the caller's.
 
-        ``None`` where workers keep what they collect.
+        ``None`` if workers keep their rollouts.
         """
         there = [report for report in reports if report.payload is not None]
         return self._put_together([r.payload for r in there], there) if there else None
@@ -280,7 +280,7 @@ class SlabSlots(Slots):
         return self._apart(slot, [report])
 
     def _apart(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Put a batch together of payloads, and of copies of what is in the slot."""
+        """Put a batch together of payloads, and of copies of the slot's contents."""
         own = zip(self.windows[slot], self._arena.slab.layouts, reports, strict=True)
         parts: list[TensorDictBase] = [
             batch_over(self._arena.window(reference), layout).clone()
@@ -320,7 +320,7 @@ _Part = TypeVar("_Part", bound=TensorDictBase)
 
 
 def _trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> list[_Part]:
-    """Leave out what stopped rollouts, to be put together along ``dim``, never reached."""
+    """Leave out steps that stopped rollouts, which are joined along ``dim``, did not reach."""
     if dim in (-1, parts[0].ndim - 1):
         return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
     most = max(report.steps for report in reports)  # one part may hold several rollouts

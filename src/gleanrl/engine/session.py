@@ -227,7 +227,7 @@ class Session:
     def _alone(self, timeout: float | None = None) -> Iterator[None]:
         """Keep other threads out, and Ctrl-C until workers are waited for; it ends the session.
 
-        Refuses what an environment or a policy asks of the collector that is just running it.
+        Refuses calls that an environment or a policy makes to the collector that runs it.
         """
         with nullcontext() if self.backend.inline else Deferred(), self.turn(timeout):
             if self._busy:
@@ -292,7 +292,7 @@ class Session:
 
         Raises:
             ClosedError: after `close`, except for reading.
-            Exception: what the first worker to fail raised, after all have replied.
+            Exception: the exception of the first worker to fail, after all have replied.
         """
         with self._alone(timeout):
             return self._values(self._carry_out(commands, timeout))

@@ -102,7 +102,7 @@ class TapedWorker:
         self._done[self._index] = 1
 
     def send_bytes(self, message: bytes) -> None:
-        """Do what the command in ``message`` says."""
+        """Carry out the command in ``message``."""
         self.send(ForkingPickler.loads(message))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:

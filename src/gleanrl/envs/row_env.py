@@ -64,7 +64,7 @@ class EnvRows(Env, Resumable):
 
         Args:
             others: More rows of this class, with the same `options`.
-            face: What the rows were taken out of; they get its batch size.
+            face: The environment that the rows were taken out of; they get its batch size.
             options: How the user wants data to be stored; ``None`` leaves that to the rows.
             fresh: Whether nobody else uses the members, so that they may be changed.
 
@@ -96,13 +96,13 @@ class EnvRows(Env, Resumable):
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do nothing: no step goes on."""
+        """Do nothing, because no step is under way."""
 
     def complete(self, t: int) -> Sequence[int]:
         return self._ended
 
     def keep(self, t: int) -> None:
-        """Write what step ``t`` left to `finish`, as that may never come: here nothing."""
+        """Write data of step ``t`` that `finish` would write, if it is not called: here none."""
 
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""
@@ -132,7 +132,7 @@ class EnvRows(Env, Resumable):
 
 
 class Row:
-    """The memory of one step of an environment: root entries, actions, and what the step gives."""
+    """The memory of one step of an environment: root entries, actions and results."""
 
     def __init__(self, env: Any) -> None:
         self.batch, trees = tuple(env.batch_size), spec_trees(env)

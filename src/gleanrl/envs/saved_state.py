@@ -42,7 +42,7 @@ _PLAIN_GENERATORS = ("PCG64", "PCG64DXSM")
 """Generators whose state is plain data as it is."""
 _OTHER_GENERATORS = ("MT19937", "Philox", "SFC64")
 _BESIDE_HOOKS = ("_np_random", "action_space", "observation_space")
-"""Attributes that are saved beside the state that a user's ``get_state`` returns."""
+"""Attributes that are saved in addition to the result of a user's ``get_state``."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT: Any = type("_Absent", (), {})()
 

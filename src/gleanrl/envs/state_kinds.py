@@ -1,4 +1,4 @@
-"""How objects are saved as plain data, by their class."""
+"""The ways to save objects as plain data, by their class."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OURS = (
     torch.device,
     EnvSpec,
 )
-"""What an environment keeps when it loads a state."""
+"""Classes of objects that an environment keeps when it loads a state."""
 _OURS_BY_MODULE = (
     "pygame.surface",
     "pygame.font",
@@ -62,7 +62,7 @@ _OURS_BY_MODULE = (
 )
 _REFUSED_BY_MODULE = ("multiprocessing", "subprocess", "socket", "concurrent")
 _CHANGING = ("_np_random", "mask")
-"""What changes in spaces and specs."""
+"""Attributes of spaces and specs that change."""
 _REPLACES_COPYING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__del__")
 LINKS = ("_parent", "_container")
 """Attributes in which TorchRL's transforms find their environment again."""

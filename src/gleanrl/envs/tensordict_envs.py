@@ -393,7 +393,7 @@ class TensorDictHandle:
 
         Args:
             env: Built. Reset here, once, unless ``first`` is given.
-            first: What ``env.reset()`` returned, if it was called already. Taken over.
+            first: The result of ``env.reset()``, if it was called already. Taken over.
             inner: The user's environment, if that is not ``env``.
         """
         self.env = env

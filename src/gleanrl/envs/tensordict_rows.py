@@ -58,7 +58,7 @@ class TensorDictRows(EnvRows):
         """Step the environment of ``handle``, which was reset once.
 
         Args:
-            handle: Taken over. The first `reset` shows what the reset before it returned.
+            handle: Taken over. The first `reset` shows the result of the reset before it.
             specs: Of observations and of actions.
         """
         self.handle = handle

@@ -393,7 +393,7 @@ class _Vectorised(Protocol):
 
 
 def vectorised(env: Any) -> Any:
-    """Return what has the spaces of ``env``: wrappers around a `gymnasium.Env` have not all."""
+    """Return the object with the spaces of ``env``; wrappers of a `gymnasium.Env` lack some."""
     return env if isinstance(env, VectorEnv) else env.unwrapped
 
 

@@ -46,9 +46,9 @@ _SPECS = (
 )
 """Where specs are, and random policies, which are specs with a key."""
 _FIXED = (bool, int, float, str, torch.device, torch.dtype, torch.Size, type(None), MethodType)
-"""What a spec holds that cannot change."""
+"""Types of immutable values in specs."""
 _MAX_LENGTH = 1024
-"""What holds more is not compared at every rollout."""
+"""Larger containers and settings are `Unwatchable`."""
 
 
 class Unwatchable(TypeError):
@@ -56,7 +56,7 @@ class Unwatchable(TypeError):
 
 
 class Watch:
-    """Notices when what was read is no longer what it was."""
+    """Notices changes of the objects and values that were read."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
@@ -162,7 +162,7 @@ class Watch:
         self._values.extend(part)
 
     def hold(self, value: Any) -> None:
-        """Remember what ``value`` holds, if it can change in place."""
+        """Remember the contents of ``value``, if they can change in place."""
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
@@ -202,7 +202,7 @@ _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
-    """Return what reads the values of a small tensor."""
+    """Return a function that reads the values of a small tensor."""
     if tensor.numel() > _MAX_LENGTH:
         raise Unwatchable(f"a setting of {tensor.numel()} numbers is too large to watch")
 

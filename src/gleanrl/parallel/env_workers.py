@@ -239,7 +239,7 @@ class EnvWorkers:
             raise
 
     def pause(self, workers: Collection[int]) -> Session:
-        """Have ``workers`` wait for commands, after what is under way; return the session.
+        """Have ``workers`` wait for commands, after their present orders; return the session.
 
         The steps of all others continue.
         """
@@ -431,7 +431,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         begins: bool = False,
     ) -> list[Any]:
-        """Call a method of `EnvGroup` in workers, after what is under way.
+        """Call a method of `EnvGroup` in workers, after their present orders.
 
         Args:
             method: Its name, or the path to something in it.
@@ -531,7 +531,7 @@ class WorkerGroup:
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
-        """Give all workers an order; `settle` has to follow."""
+        """Give all workers an order; `settle` must follow."""
         workers = self.workers
         workers.serve(self._present)
         self._orders[:] = window, t, resets
@@ -562,7 +562,7 @@ class WorkerGroup:
             self.workers.take_answers()
 
     def forget(self) -> None:
-        """Forget what a rollout that failed has left."""
+        """Forget the remains of a rollout that failed."""
         self.wait()
         self._failed, self._some_ended, self._some_anew = [], False, bool(self._leaving)
         self._ended[:] = self.cut[:] = self._anew[:] = False

@@ -136,7 +136,7 @@ class EnvWorker:
         """Do nothing, because these environments have no numbers."""
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return the state of all episodes, and what other groups need to take the same steps."""
+        """Return the state of all episodes, and the `StepMode` of each group."""
         try:
             envs = [group.snapshot(allow_pickle) for group in self.groups]
         except StateError as err:

@@ -300,7 +300,7 @@ class EnvGroup:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Keep what an order raised, for `reraise`."""
+        """Keep the error of an order, for `reraise`."""
         self._error = error
 
     def reraise(self) -> None:

@@ -52,7 +52,7 @@ class WorkerRows(EnvRows):
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
-        """Root row ``T`` of a rollout, and what resets show."""
+        """Root row ``T`` of a rollout, and the observations of resets."""
 
     def joined(
         self, others: Sequence[Any], face: EnvBase, options: GymOptions | None, fresh: bool
@@ -132,7 +132,7 @@ class WorkerRows(EnvRows):
         self.failures += self._group.take_failures()
 
     def _pull(self, steps: int) -> None:
-        """Copy what workers wrote in the first ``steps`` steps, if that is elsewhere."""
+        """Copy the rows of the first ``steps`` steps, if workers wrote elsewhere."""
         if self._target is not self._window:
             keys = [key for key in self._target.keys() if key not in self._given]
             _copy(self._target, self._window, keys, slice(self._pulled, steps))

@@ -35,7 +35,7 @@ from gleanrl.policies.program import (
 
 
 class JointPolicy:
-    """The policy of rollouts that go on at their own pace.
+    """The policy of rollouts that run at their own pace.
 
     Each call gets a new TensorDict with the rows of all environments that wait: observations,
     states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
@@ -137,7 +137,7 @@ class JointPolicy:
         return self._staging.send()
 
     def _fetch(self, wrote: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-        """Return what the policy wrote on the CPU."""
+        """Return the policy's outputs on the CPU."""
         if self._staging is None:
             return {key: value.detach().cpu() for key, value in wrote.items()}
         return self._staging.fetch(wrote)

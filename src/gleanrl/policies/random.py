@@ -73,7 +73,7 @@ class RandomActions:
 
         Args:
             specs: Per action key, the values of one environment's action.
-            env: What takes the actions.
+            env: The layout of the environment that takes the actions.
             like: The policy it stands in for: the other outputs of that one are zeros.
         """
         self.outputs: tuple[Field, ...] = env.actions if like is None else like.outputs

@@ -87,9 +87,9 @@ class DenseRollout(BaseSource):
 
         Args:
             env: Was reset once.
-            first: One step long: what that reset showed.
-            policy: What acts.
-            options: What the user asked for.
+            first: The observations of that reset; one step long.
+            policy: The acting policy.
+            options: The user's options.
         """
         self._env = env
         super().__init__(env, env.inner, policy.inner, options)

@@ -1,7 +1,7 @@
 """The next-step hot loop: pools whose automatic reset costs a step, without delivering that step.
 
 The pool steps into a log of raw steps. Environments that ended spend their next step on the reset,
-so after ``T`` steps some have fewer than ``T`` transitions; the loop goes on until every one has as
+so after ``T`` steps some have fewer than ``T`` transitions; the loop steps until every one has as
 many. What the others have more is left in the log, with its own policy version, and is delivered
 first in the next rollout: the stream of every environment is gapless.
 """

@@ -134,7 +134,7 @@ class BaseSource:
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do nothing: no step goes on."""
+        """Do nothing, because no step is under way."""
 
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
@@ -180,7 +180,7 @@ class BaseSource:
         return last
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return counters, streams, version, the environment's state, and what it is amid."""
+        """Return counters, streams, version, the environment's state and the running episodes."""
         return {
             "env": self._envs.state(),
             "tracker": self.tracker.state(),
@@ -190,7 +190,7 @@ class BaseSource:
         }
 
     def _episodes(self, allow_pickle: bool) -> dict[str, Any]:
-        """Return what running episodes need to continue, or why they cannot."""
+        """Return the state of the running episodes, or why they cannot continue."""
         if self.inconsistent:
             return {"why": "the last rollout failed", "pickle": False}
         try:

@@ -102,12 +102,12 @@ class Channel:
         return bool(self._out)
 
     def _head(self, length: int, part: bytes | memoryview) -> bytes:
-        """Return what comes before the bytes of a record."""
+        """Return the header of a record."""
         tag = b"" if self._sends is None else self._sends.tag(length, part)
         return _LENGTH.pack(length) + tag
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
+        """Send waiting bytes, as far as the other side takes them."""
         while self._out:
             try:
                 sent = self._socket.send(self._out[0])
@@ -152,7 +152,7 @@ class Channel:
         raise EOFError("the other side is gone")
 
     def _cut(self) -> list[bytes]:
-        """Take the whole frames out of what has come."""
+        """Take the whole frames out of the received bytes."""
         frames: list[bytes] = []
         start = 0
         while len(self._in) - start >= self._start:

@@ -1,4 +1,4 @@
-"""How the tensors of rollouts and weights travel between the learner and its nodes, and land.
+"""The transfer of the tensors of rollouts and weights between the learner and its nodes.
 
 Commands and replies travel on each node's connection. Data travel between two `Pair`s that a
 `DataPlane` makes: one in the learner, which receives rollouts and sends weights, and one in the
@@ -170,7 +170,7 @@ class Landing:
         return int(self._mark[0])
 
     def settle(self) -> None:
-        """Copy the fields that were received beside the window."""
+        """Copy the fields that were received outside of the window."""
         for target, source in self._copied:
             target.copy_(source)
 

@@ -98,10 +98,10 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadli
 
     Args:
         sock: The connection; it stays the caller's.
-        secret: The node has to know it.
+        secret: The secret that the node must know.
         timeout_s: Told to the node: seconds without a sign of life after which either side takes
             the other for gone.
-        deadline: The node has to have authenticated by then.
+        deadline: The time by which the node must have authenticated.
     """
     mine = secrets.token_bytes(_NONCE)
     _send(sock, _MAGIC + mine, deadline)

@@ -64,7 +64,7 @@ class Node(ChannelPeer):
         self.address: str = sock.getpeername()[0]
         self.own_address = str(sock.getsockname()[0])
         self.silence = Deadline(backend.timeout_s)
-        """The time until which it has to give a sign of life."""
+        """The time by which it must give a sign of life."""
         self.end_reason: str | None = None
         """The reason for its end, given by the node or by this side."""
         self.replies: deque[bytes] = deque()
@@ -84,7 +84,7 @@ class Node(ChannelPeer):
     # -- joining ---------------------------------------------------------------------------------
 
     def bring_up(self, life: int) -> None:
-        """Tell the node what to be and agree on how data travel; wait until a replacement is up.
+        """Boot the node and make its `Pair` for data; wait until a replacement is up.
 
         The wait has no deadline of its own: giving the node up hangs up on it.
 

@@ -60,7 +60,7 @@ class Watching:
             raise
 
     def begin(self, engine: Engine, counts: FrameCounts, status: Callable[[], Status]) -> None:
-        """Begin: the workers of ``engine`` are up. ``status`` returns what `status` does."""
+        """Begin: the workers of ``engine`` are up. ``status`` returns the collection's status."""
         self._engine, self._counts, self._started = engine, counts, time.time()
         self._last = math.inf if counts.limits.total_frames is None else counts.limits.total_frames
         self.measures = Measures(engine.workers)
