@@ -102,7 +102,8 @@ class Controls:
             **kwargs: Handed to the weight updater, if there is one.
 
         Raises:
-            ConfigError: arguments that exclude each other.
+            ConfigError: arguments that exclude each other, or no such worker.
+            TypeError: nothing was given, and there is no policy to take weights from.
             WeightsError: weights that do not fit; nothing was changed.
             KeyError: no model of that id.
         """
