@@ -50,12 +50,7 @@ def _delivered(collector: BaseCollector) -> list[int]:
 
 
 def run(options: CollectOptions) -> int:
-    """Collect, print the result and return the exit code.
-
-    Raises:
-        ConfigError: an option is wrong or the environment is not known.
-        Exception: the environment or the policy raised it.
-    """
+    """Collect, print the result and return the exit code."""
     check(options)
     if options.out is not None:
         make_way(options.out)

@@ -11,12 +11,7 @@ from gleanrl.recording.recorder import convert_dataset
 
 
 def run(options: ConvertOptions) -> int:
-    """Convert, print the result and return the exit code.
-
-    Raises:
-        ConfigError: there is no dataset, or something is at the target already.
-        TensorFileError: files are damaged, the disk is full, or the data do not suit the format.
-    """
+    """Convert, print the result and return the exit code."""
     convert_dataset(options.source, options.target, options.format)
     made = Dataset(options.target)
     print_table(

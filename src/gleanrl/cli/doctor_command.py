@@ -1,4 +1,4 @@
-"""``gleanrl doctor``: read what this machine offers, and say what is wrong for collecting."""
+"""``gleanrl doctor``: examine this machine, and report its faults for collecting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HEADERS = "#include <Python.h>\n#include <omp.h>\n"
 _COLLECT = ("gleanrl", "collect", "CartPole-v1", "--workers", "1", "--frames", "2")
 _SHORT_S, _TORCH_S = 10.0, 120.0
 _running: set[subprocess.Popen[str]] = set()
-"""What checks are waiting for."""
+"""Processes that checks wait for."""
 _REPORT = "report this line to the authors of GleanRL"
 
 
@@ -49,9 +49,6 @@ def run(options: DoctorOptions) -> int:
     """Check, print the results and return the exit code: 1 if something is wrong.
 
     All checks run at the same time, in threads that are left behind at their deadlines.
-
-    Raises:
-        GleanError: on another platform than Linux.
     """
     require_linux("the checks of gleanrl doctor")
     started = {name: _started(name, *check) for name, check in CHECKS.items()}
@@ -98,7 +95,7 @@ def _started(name: str, seconds: float, check: _Check) -> Callable[[], list[Find
 
 
 def _asked(command: Sequence[str], seconds: float, given: str = "") -> Answer:
-    """Run ``command``, for at most ``seconds``; it imports what this process would import."""
+    """Run ``command``, for at most ``seconds``, with the import path of this process."""
     path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         command,
@@ -121,7 +118,7 @@ def _asked(command: Sequence[str], seconds: float, given: str = "") -> Answer:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill it and what it has started."""
+    """Kill it and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -209,7 +206,7 @@ def _without(found: Mapping[str, Package], known: Mapping[str, Package]) -> list
 
 
 def _required(package: str, extras: set[str]) -> dict[str, Package]:
-    """Return by name what extras of an installed package need; ``""`` is what it always needs."""
+    """Return the requirements of ``extras`` of an installed package by name; ``""``: always."""
     from packaging.requirements import Requirement  # which tensordict installs
 
     found: dict[str, Package] = {}

@@ -27,12 +27,7 @@ class PlotError(GleanError, RuntimeError):
 
 
 def run(options: InspectOptions) -> int:
-    """Print card and summary, draw the returns and return the exit code.
-
-    Raises:
-        ConfigError: there is no such directory.
-        TensorFileError: its files are damaged.
-    """
+    """Print card and summary, draw the returns and return the exit code."""
     dataset = Dataset(options.directory)
     stats = total(dataset)
     lines = _describe(dataset)

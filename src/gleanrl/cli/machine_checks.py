@@ -1,4 +1,4 @@
-"""What a machine needs for collecting: a function per check judges what was read of it."""
+"""Requirements of collecting on a machine: a function per check judges one reading."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that metadata name: the versions that suit (``">=2.40"``), and what is there."""
+    """A required package: the versions that suit (``">=2.40"``), and the installed version."""
 
     name: str
     needed: str
@@ -99,7 +99,7 @@ def _bound(limit: float) -> str:
 
 
 def open_files(soft: float, hard: float, cores: int) -> Finding:
-    """Judge the limit of open files, and what it may be raised to, for a worker per core."""
+    """Judge the soft and the hard limit of open files, for a worker per core."""
     needed = _FILES + _FILES_EACH * cores
     found = f"{_bound(soft)} (ulimit -n), may be raised to {_bound(hard)}"
     if soft >= needed:
@@ -166,7 +166,7 @@ def threads(count: int, cores: int, environment: Mapping[str, str]) -> Finding:
 
 
 def cuda(facts: Mapping[str, Any], visible: str | None, driver: bool) -> Finding:
-    """Judge what `torch_facts` say of CUDA; ``visible`` is ``CUDA_VISIBLE_DEVICES``."""
+    """Judge the CUDA part of `torch_facts`; ``visible`` is ``CUDA_VISIBLE_DEVICES``."""
     build, devices = facts["cuda"], facts["devices"]
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if devices:

@@ -42,7 +42,7 @@ class AsyncBatchedCollector(MultiCollector):
 
     _sync = False
 
-    def __init__(
+    def __init__(  # noqa: D417  # ignored arguments share an entry
         self,
         create_env_fn: Sequence[Any],
         *,
@@ -91,17 +91,11 @@ class AsyncBatchedCollector(MultiCollector):
             min_batch_size: The environments that the policy waits for, ``server_timeout`` seconds
                 at most.
             server_timeout: See ``min_batch_size``; 0.01 by default.
-            transport: Ignored: data pass through shared memory.
             device: The device of the policy.
-            backend: Ignored, like ``env_backend``, ``env_exchange`` and ``policy_backend``:
-                environments are in processes.
-            env_backend: See ``backend``.
-            env_exchange: See ``backend``.
             envs_per_worker: Environments of each worker process, rounded down to a divisor of
                 their number.
             transition_chunk_size: Steps that an environment contributes to a batch at a time; by
                 default 64, or its even share of a batch if that is more, but at most a batch.
-            policy_backend: See ``backend``.
             reset_at_each_iter: Whether every chunk begins with a reset.
             postproc: Called on every batch.
             exploration_type: How the policy chooses actions.
@@ -112,7 +106,9 @@ class AsyncBatchedCollector(MultiCollector):
                 There, unfinished trajectories count among ``total_frames``.
             weight_sync: A `WeightSyncScheme` for the model ``weight_sync_model_id``.
             weight_sync_model_id: See ``weight_sync``.
-            verbose: Ignored; see ``progress=`` and ``logger=`` of other collectors.
+            backend, env_backend, env_exchange, policy_backend, transport, verbose: Ignored.
+                Environments are in processes, and data pass through shared memory. The arguments
+                ``progress`` and ``logger`` show what happens.
             create_env_kwargs: Arguments of the callables, or of each of them.
             worker_affinity: The processors of each worker process; see `MultiAsyncCollector`.
             driver_affinity: The processors of the process with the policy (``policy_factory``).

@@ -111,7 +111,7 @@ class Background:
         What was under way when the block is entered has been collected and stored.
 
         Raises:
-            CollectorTimeout: what was under way took longer than ``timeout`` seconds.
+            CollectorTimeout: the step under way took longer than ``timeout`` seconds.
         """
         with self._state:
             self._paused += 1
@@ -173,7 +173,6 @@ class BackgroundFilling(Background):
     _ending = False
 
     def __init__(self, engine: Engine, counts: FrameCounts, timeout: float | None) -> None:
-        """Prepare to collect with ``engine``."""
         super().__init__()
         self._engine, self._counts, self._timeout = engine, counts, timeout
 

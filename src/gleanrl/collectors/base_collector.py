@@ -320,11 +320,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 atexit.register(self._closing)
 
     def _leave_process(self) -> None:
-        """Make sure that no environment and no policy runs in the learner's process.
-
-        Raises:
-            ConfigError: they do.
-        """
+        """Make sure that no environment and no policy runs in the learner's process."""
         if self._engine.backend.inline:
             raise ConfigError(
                 "start() collects while the learner goes on, with which a policy in this process "
@@ -455,7 +451,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 rollouts are left out.
 
         Raises:
-            ConfigError: the state of another number of workers.
+            ConfigError: the state of another number of workers, or of something else.
             KeyError: ``strict`` and an entry is missing.
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
@@ -496,11 +492,12 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 processes. A worker that is lost meanwhile, and tolerated, is not compared.
 
         Raises:
-            ConfigError: there is no replay buffer of tensors to write; or the environments cannot
-                be verified.
-            NeedsPickle: names such an object. Nothing was written.
-            StateError: names the worker, and the first entry by which its new environments differ.
-                Nothing was written.
+            ConfigError: there is no replay buffer of tensors to write; ``path`` is a directory
+                instead of a file, or the reverse; or the environments cannot be verified.
+            NeedsPickle: names an object of an environment that can only be pickled. Nothing was
+                written, as after a `StateError`.
+            StateError: names a part that cannot be saved; or with ``verify`` the worker, and the
+                first entry by which its new environments differ.
             OSError: the disk is full, or there is no such folder. Earlier files stay.
 
         Example:
@@ -539,16 +536,15 @@ class BaseCollector(Controls, IterableDataset[Any]):
 
         Args:
             path: The file, or the directory.
-            strict: Whether all entries must be there.
-            allow_pickle: Unpickle objects of environments, which can run any code.
-            environments: Whether environments continue; else their number may be another.
+            strict: See `load_state_dict`.
+            allow_pickle: See `load_state_dict`.
+            environments: See `load_state_dict`.
 
         Raises:
             FileNotFoundError: no such file.
-            ConfigError: a damaged file, one of a later version or of another number of workers, or
-                one with pickled objects, which are not allowed; or the replay buffer does not fit.
-                Nothing was loaded.
-            WeightsError: the policy's weights do not fit; nothing was loaded.
+            ConfigError: a damaged file, one of a later version or with pickled objects, which are
+                not allowed; or the replay buffer does not fit. Nothing was loaded.
+            Exception: as `load_state_dict`.
         """
         options: dict[str, Any] = {"allow_pickle": allow_pickle, "environments": environments}
         name = type(self).__name__

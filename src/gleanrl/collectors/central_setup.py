@@ -69,11 +69,7 @@ _STORING = [part.name for part in fields(GymOptions)]
 
 
 def read_inference(arguments: Arguments, sync: bool) -> bool:
-    """Tell whether inference is central.
-
-    Raises:
-        ConfigError: arguments that its kind excludes.
-    """
+    """Tell whether inference is central."""
     kind = arguments["inference"]
     usual = defaults(MultiArguments)
     of_this_kind = {"workers": (), "central": _CENTRAL if sync else _CENTRAL + _ASYNC}[kind]
@@ -117,9 +113,6 @@ def policy_process_plan(
     """Return the plan of a collector whose one worker has a policy for other workers.
 
     That worker has a collector of the class ``kind``. Other arguments as in `central_plan`.
-
-    Raises:
-        ConfigError: an argument that cannot be passed on to that process.
     """
     if arguments["interruptor"] is not None:
         raise ConfigError("interruptor needs policy_process=False: it stays in this process")
@@ -164,9 +157,6 @@ def central_plan(
         functions: Each worker's ``create_env_fn``.
         sync: Whether all environments take the same steps.
         affinity: The processors of each worker.
-
-    Raises:
-        ConfigError: the environments of a worker cannot be dealt out to the groups.
     """
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups
@@ -234,11 +224,7 @@ def central_plan(
 
 
 def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:
-    """Return what makes each environment of each worker.
-
-    Raises:
-        ConfigError: they cannot be dealt out to the groups.
-    """
+    """Return the factories of the environments of each worker."""
     number, groups = arguments["num_envs"], arguments["env_groups"]
     if groups > MOST_GROUPS:
         raise ConfigError(f"env_groups ({groups}) must be at most {MOST_GROUPS}")

@@ -25,11 +25,7 @@ _FOLDER = re.compile(r"buffer-[0-9a-f]{32}")
 
 
 def check_saves(buffer: Any) -> ReplayBuffer:
-    """Return a replay buffer that can be saved with a collector.
-
-    Raises:
-        ConfigError: it cannot, or there is none.
-    """
+    """Return a replay buffer that can be saved with a collector."""
     if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, LazyTensorStorage):
         raise ConfigError(
             "a collector is saved and loaded with a ReplayBuffer of tensors (LazyTensorStorage and "
@@ -45,14 +41,7 @@ def write(
     keep: int,
     buffer: ReplayBuffer | None,
 ) -> None:
-    """Write a state to the file ``path``, or with a ``buffer`` to the directory ``path``.
-
-    Raises:
-        ConfigError: the buffer holds a list of objects, a file is in the place of the directory, or
-            a directory in that of the file.
-        StateError: names a part of the state that cannot be written.
-        OSError: the disk is full; earlier states stay.
-    """
+    """Write a state to the file ``path``, or with a ``buffer`` to the directory ``path``."""
     if buffer is None:
         if path.is_dir():
             raise ConfigError(
@@ -87,12 +76,7 @@ def _remove_unnamed(root: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any, Path | None]:
-    """Return the facts and the state that `write` has written, and the folder of the buffer.
-
-    Raises:
-        ConfigError: the state is damaged or of a later version.
-        OSError: it cannot be read, or there is none.
-    """
+    """Return the facts and the state that `write` has written, and the folder of the buffer."""
     file = path / STATE if path.is_dir() else path
     facts, state = state_files.read(file)
     name = facts["buffer"]

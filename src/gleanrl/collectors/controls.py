@@ -102,7 +102,8 @@ class Controls:
             **kwargs: Handed to the weight updater, if there is one.
 
         Raises:
-            ConfigError: arguments that exclude each other.
+            ConfigError: arguments that exclude each other, or no such worker.
+            TypeError: nothing was given, and there is no policy to take weights from.
             WeightsError: weights that do not fit; nothing was changed.
             KeyError: no model of that id.
         """
@@ -143,11 +144,7 @@ class Controls:
 
 
 def one_of(*given: Any) -> Any:
-    """Return the weights among ``given``; ``None`` if there are none.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Return the weights among ``given``; ``None`` if there are none."""
     sources = [value for value in given if value is not None]
     if len(sources) > 1:
         raise ConfigError("give weights once: positionally, as weights= or as policy=")

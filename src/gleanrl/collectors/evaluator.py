@@ -398,8 +398,7 @@ class Evaluator:
             on_failure: The reaction to a worker that dies or is late: ``"raise"``, or
                 ``"relaunch"``, with a warning: a replacement plays the evaluation again, with the
                 same weights and ``seed``.
-            max_relaunches: Replacements, failed ones included: a number, or ``(number, seconds)``
-                for so many within a time. Then the error is raised.
+            max_relaunches: As for `MultiSyncCollector`; after that, the error is raised.
             on_env_error: The reaction to an exception of an environment: ``"raise"``, or
                 ``"restart"``, with a warning: it is built anew, and plays another episode in place
                 of the one that was cut.
@@ -662,11 +661,7 @@ def _takes_env(factory: Callable[..., Any]) -> bool:
 
 
 def _completed(given: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the collector.
-
-    Raises:
-        ConfigError: one that the evaluator sets.
-    """
+    """Return the arguments of the collector."""
     taken = [name for name in more if name in given or name in _OWN]
     if taken:
         raise ConfigError(

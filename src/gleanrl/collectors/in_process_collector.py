@@ -78,7 +78,7 @@ class Collector(BaseCollector):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a collector over worker processes if the selectors ask for one.
 
-        Subclasses are what they are, and refuse such selectors.
+        Subclasses are never exchanged, and refuse such selectors.
 
         Raises:
             TypeError: a selector of the wrong type, or on a subclass.
@@ -143,11 +143,7 @@ class Collector(BaseCollector):
         self._attributes.away = self._engine
 
     def _plan_in_worker(self) -> WorkerPlan:
-        """Return the function that starts the worker.
-
-        Raises:
-            ConfigError: what cannot go on in another process.
-        """
+        """Return the function that starts the worker."""
         arguments, interruptor = self._arguments, self.interruptor
         if not isinstance(interruptor, Interruptor | None):
             raise ConfigError(

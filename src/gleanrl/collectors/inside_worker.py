@@ -138,7 +138,6 @@ class WorkerSource:
     """A source with a worker's collector: its hooks see rollouts, paths start at it."""
 
     def __init__(self, source: Source, collector: WorkerCollector) -> None:
-        """Serve ``source`` as ``collector``."""
         self._source, self.collector = source, collector
         self.layout, self.place, self.load = source.layout, source.place, source.load
         self.seed, self.reset, self.close = source.seed, source.reset, source.close
@@ -257,13 +256,11 @@ class FillingSource:
         return self._window, self._batch
 
     def place(self, base: int, stride: int) -> None:
-        """Number the environments."""
         if isinstance(self._pipeline, Pipeline):
             self._pipeline.share_out(stride)
         self._source.place(base, stride)
 
     def get(self, path: str) -> Any:
-        """Return the object at ``path`` in the worker."""
         return self._source.get(path)
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:

@@ -240,12 +240,7 @@ _KINDS = {True: MultiSyncCollector, False: MultiAsyncCollector}
 def _make_backend(
     arguments: Arguments, affinity: Sequence[Processors] | None, worker_name: str = WORKER_NAME
 ) -> MakeBackend:
-    """Return the function that builds the backend that ``arguments`` name.
-
-    Raises:
-        ConfigError: an unknown backend.
-        NotImplementedError: one that this version does not have.
-    """
+    """Return the function that builds the backend that ``arguments`` name."""
     name, start_timeout = arguments["backend"], arguments["start_timeout"]
     if name in (None, "process", "multiprocessing"):
         threads, replaces = arguments["num_sub_threads"], arguments["on_failure"] == "relaunch"

@@ -132,7 +132,6 @@ class NestedSource(Verifiable):
         return int(getattr(self.collector, "n_env", 1) or 1)
 
     def layout(self) -> Layout | None:
-        """Describe the collector's batches; ``None`` if they travel as payloads."""
         return self._layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
@@ -225,7 +224,6 @@ class NestedSource(Verifiable):
         return torch.where(valid, (begun - 1) * envs + torch.arange(envs).unsqueeze(1), ids)
 
     def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
         self._base, self._stride = base, stride
 
     def load(self, snapshot: Snapshot) -> None:

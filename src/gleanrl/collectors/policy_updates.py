@@ -173,7 +173,7 @@ class PolicyUpdates:
 
         Args:
             weight_recv_schemes: By model id; those registered before under other ids stay. A
-                `NoWeightSyncScheme` ignores what arrives.
+                `NoWeightSyncScheme` ignores arriving weights.
             synchronize_weights: Accepted for compatibility: there is nothing to wait for.
 
         Raises:

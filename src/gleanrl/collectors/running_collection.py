@@ -233,7 +233,7 @@ class Collection:
             return self.engine.restart(commands, self.counts)
 
     def settle(self) -> None:
-        """Collect what is under way that cannot be part of a state."""
+        """Collect the rollouts under way that cannot be part of a state."""
         if self.plan.fills or isinstance(self.engine.gather, SyncGather):
             self._finish()
 
@@ -392,7 +392,7 @@ class Collection:
         }
 
     def _ledger(self) -> dict[str, int]:
-        """Return the frames that workers have reported, and what became of them."""
+        """Return the frames that workers have reported: delivered, waiting, discarded and so on."""
         engine, delivered = self.engine, self.counts.delivered
         waiting = sum(report.frames for report in engine.gather.waiting())
         stopped, waiting = (waiting, 0) if engine.closed else (0, waiting)

@@ -48,9 +48,7 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
         state: Of a collector.
         keep: The number of files to keep, this one included.
 
-    Raises:
-        StateError: names a part that cannot be written.
-        OSError: the disk is full, or there is no such folder; the files are as they were.
+    All files are as they were if it raises an error; these are listed by `BaseCollector.save`.
     """
     writer = _Writer()
     described = writer.plain(state, "state")
@@ -138,12 +136,7 @@ class _Writer:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any]:
-    """Return the description and the state in a file of `write`.
-
-    Raises:
-        ConfigError: it is no such file, damaged, or of a later version.
-        OSError: it cannot be read.
-    """
+    """Return the description and the state in a file of `write`."""
     with _explained(path), tensor_files.open_regular(path) as file:
         size, checksum, text = _read_text(path, file)
         data = bytearray(size - len(text))
@@ -165,12 +158,7 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the part of a description that `write` was given as facts, without a check of more.
-
-    Raises:
-        ConfigError: it is no such file.
-        OSError: it cannot be read.
-    """
+    """Return the part of a description that `write` was given as facts, without a check of more."""
     with _explained(path), tensor_files.open_regular(path) as file:
         described = json.loads(_read_text(path, file)[2])
         return {name: described[name] for name in _FACTS}

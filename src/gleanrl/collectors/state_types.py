@@ -16,7 +16,7 @@ Kind: TypeAlias = Any
 ``...`` is that of all others; or a tuple of alternatives."""
 
 _BATCH = list
-"""The result of `save_state`; what is in it, `load_state` checks."""
+"""The result of `save_state`, whose contents `load_state` checks."""
 _WORKER: Kind = {
     "policy_version": int,
     "tracker": {...: torch.Tensor},

@@ -47,11 +47,7 @@ _ALL_BEGIN_ANEW = (
 
 
 def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
-    """Return counters, statistics, and ``worker0``, ``worker1``, …: policy and environment of each.
-
-    Raises:
-        ClosedError: the collection was shut down, and its workers with it.
-    """
+    """Return counters, statistics, and policy and environment of ``worker0``, ``worker1``, …."""
     engine, in_process = collection.engine, collection.plan.in_process
     if engine.closed and not in_process and engine.failure is None:
         raise ClosedError(
@@ -81,13 +77,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
 
 
 def unverified(collection: Collection, allow_pickle: bool) -> str | None:
-    """Return how environments made anew, which load the present state, differ 16 steps later.
-
-    ``None`` if environments and policies of all workers continue exactly.
-
-    Raises:
-        ConfigError: environments of this collector cannot be checked.
-    """
+    """Return how environments made anew, which load the present state, differ later, if they do."""
     plan, engine = collection.plan, collection.engine
     given = [env for fn in plan.functions for env in (fn if isinstance(fn, Sequence) else [fn])]
     if any(is_built(env) and not isinstance(env, Verifiable) for env in given):
@@ -118,10 +108,6 @@ def save_to(
     """Write a state of ``collection`` to a file, or with its replay buffer to a directory.
 
     Nothing is collected meanwhile, so that buffer and state are of one moment.
-
-    Raises:
-        NeedsPickle: names a part of an environment that can only be pickled.
-        OSError: the disk is full; earlier files stay.
     """
     with collection.engine.turn(None):
         saved = state()
@@ -138,12 +124,7 @@ def save_to(
 def read_from(
     collection: Collection, path: Path, name: str, allow_pickle: bool, environments: bool
 ) -> tuple[dict[str, Any], Path | None]:
-    """Read a state for ``collection``; return it, and the path of the replay buffer saved with it.
-
-    Raises:
-        ConfigError: a file of another kind, damaged, of a later version, or of a collector with
-            another number of workers; or one with pickled parts, which are not allowed.
-    """
+    """Return a state for ``collection``, and the path of the replay buffer saved with it."""
     facts, state, buffer = checkpoints.read(path)
     if facts["pickled"] and environments and not allow_pickle:
         raise ConfigError(
@@ -214,17 +195,10 @@ def restore(
 ) -> str | None:
     """Restore a state of `state_of`.
 
-    Args as of `BaseCollector.load_state_dict`; ``load_buffer`` is called at the end.
+    Args and errors as of `BaseCollector.load_state_dict`; ``load_buffer`` is called at the end.
 
     Returns:
         Which environments begin new episodes, and why; ``None`` if all continue theirs.
-
-    Raises:
-        ConfigError: the state of another number of workers, or of something else.
-        KeyError: ``strict`` and an entry is missing.
-        WeightsError: the policy's weights do not fit.
-
-        Nothing was loaded then.
     """
     with collection.engine.turn(None):
         with _explained():

@@ -37,7 +37,6 @@ class WeightSchedule:
     """Sends to a worker every ``interval`` batches, or ``after_each`` of its own batches."""
 
     def __init__(self, workers: int, interval: int | None, after_each: bool) -> None:
-        """Nothing is due at first."""
         self._waiting = dict.fromkeys(range(workers), 0)
         self._interval, self._after_each = interval, after_each
         self._due: set[int] = set()
@@ -69,7 +68,6 @@ class WeightSchedule:
         return {"waiting": dict(self._waiting), "due": sorted(self._due)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state`."""
         self._waiting, self._due = dict(state["waiting"]), set(state["due"])
 
 

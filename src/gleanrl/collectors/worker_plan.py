@@ -75,9 +75,6 @@ class WorkerPlan:
             acting: The policy that acts in them, if that is not the user's own object.
             remote: Whether workers share no memory with this process.
             kwargs: Further arguments of each worker's collector.
-
-        Raises:
-            ConfigError: an argument is wrong or contradicts another.
         """
         count = len(functions)
         check(arguments)

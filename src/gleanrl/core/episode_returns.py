@@ -92,7 +92,6 @@ class EpisodeSums:
         return torch.from_numpy(self.running.copy())
 
     def load_state(self, state: torch.Tensor) -> None:
-        """Continue from a state of `state`."""
         self.running = state.numpy().copy()
 
     def add(self, rollouts: Sequence[Ended]) -> tuple[Array, list[int]]:

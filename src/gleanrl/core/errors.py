@@ -1,4 +1,4 @@
-"""Every error GleanRL raises of its own, and what users see of them.
+"""All errors that GleanRL raises of its own, and their appearance to users.
 
 Users see tracebacks without the frames of this library, unless it is at fault;
 ``GLEANRL_TRACEBACK=full`` in the environment keeps all frames.

@@ -1,7 +1,7 @@
 """Names of the entries of a batch.
 
 A key is always a tuple of strings here; `tensordict` accepts both ``"a"`` and ``("a",)`` and the
-rest of the library should not have to.
+rest of the library does not.
 """
 
 from __future__ import annotations

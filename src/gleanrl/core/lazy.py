@@ -14,7 +14,7 @@ def lazy_exports(
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of ``package`` (PEP 562).
 
-    Each of ``names`` is from the first module that has it. Submodules are imported on demand, too.
+    Each of ``names`` is from the first module that has it. Submodules are also imported on demand.
     """
 
     def find(name: str) -> Any:

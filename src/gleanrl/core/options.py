@@ -262,10 +262,6 @@ def check_observation_dtype(dtype: Any) -> None:
 
 
 def limit(value: int | None, name: str = "max_frames_per_traj") -> int | None:
-    """Read a limit as users write it: ``None``, zero and negative numbers mean no limit.
-
-    Raises:
-        ConfigError: it is no whole number; ``name`` says what it limits.
-    """
+    """Read a limit as users write it: ``None``, zero and negative numbers mean no limit."""
     number = 0 if value is None else check_int(name, value)
     return number if number > 0 else None

@@ -11,9 +11,6 @@ def resolve(root: Any, path: str) -> Any:
     """Follow ``path`` from ``root``.
 
     Attributes, constant subscripts and nothing else; the text is parsed, never evaluated.
-
-    Raises:
-        AttributeError: an attribute is missing.
     """
     try:
         tree = ast.parse(f"_.{path}", mode="eval").body

@@ -75,7 +75,7 @@ class EnvBatch(Protocol):
         """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
 
     def finish(self, steps: int) -> None:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+        """Write data that are cheaper in bulk, once ``steps`` steps were taken since `begin`."""
 
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed every environment (from its next reset on); return the last seed used."""
@@ -135,7 +135,7 @@ class Pool(EnvBatch, Protocol):
     """Environments whose automatic reset costs a step of its own.
 
     Its window is a log of raw steps: the step after an end is no transition, the environment only
-    moves on to its reset observation. Rows of such steps are left out of what is delivered.
+    moves on to its reset observation. Rows of such steps are not delivered.
     """
 
     def step(self, t: int) -> None:
@@ -165,7 +165,7 @@ class Policy(Protocol):
     """What it may read that the collector provides: ``"is_init"``, bool ``[P, 1]``, true where an
     episode begins, and ``"step_count"``, int64 ``[P, 1]``, 0 there."""
     memory: Any
-    """A copy of what it wrote at earlier steps and may read; set to continue from it."""
+    """A copy of its outputs of earlier steps that it may read; set to continue from it."""
 
     @property
     def requested(self) -> JointAct | None:
@@ -178,7 +178,7 @@ class Policy(Protocol):
         """Read root row ``t``, write actions and extras there, states at row ``t + 1``."""
 
     def finish(self, steps: int) -> None:
-        """Write what is cheaper in bulk, once ``steps`` steps were taken since `begin`."""
+        """Write data that are cheaper in bulk, once ``steps`` steps were taken since `begin`."""
 
     def explain(self) -> list[str]:
         """Return how each part runs, in one line per part."""
@@ -276,7 +276,7 @@ class SharedMemory(Protocol):
     """Memory that the learner and its workers map."""
 
     def reserve(self, nbytes: int) -> int:
-        """Grow by ``nbytes``; return the offset of what was added."""
+        """Grow by ``nbytes``; return the offset of the added part."""
 
     def map(self) -> mmap.mmap:
         """Return a mapping of all reserved memory."""

@@ -113,7 +113,7 @@ def _take_normal() -> float | None:
 
     numpy's legacy generator draws normal numbers in pairs. The second number is kept beside the bit
     generator, and `set_bit_generator` drops it. Only ``get_state`` tells of it, for 70 us; a draw
-    that leaves the bit generator unchanged does so, too, for 2 us.
+    that leaves the bit generator unchanged also does so, in 2 us.
     """
     bits = _legacy.get_bit_generator()
     if not isinstance(bits, np.random.MT19937):
@@ -244,7 +244,6 @@ class Streams:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
         self.actions = state["actions"]
         if "torch" not in state:
             self._own = None

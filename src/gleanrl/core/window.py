@@ -41,7 +41,6 @@ class Window:
         return cls(tensors, envs, steps)
 
     def keys(self) -> Sequence[Key]:
-        """Return the fields this window has."""
         return tuple(self._tensors)
 
     def tensor(self, key: Key) -> torch.Tensor:

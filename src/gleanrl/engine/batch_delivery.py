@@ -57,7 +57,6 @@ class BatchPlan:
         steps: Sequence[int],
         options: BatchOptions,
     ) -> None:
-        """Reserve nothing yet."""
         self._shared, self._steps, self._layouts = shared, steps, layouts
         fixed = [layout for layout in layouts if layout is not None]
         there = {field.device for layout in fixed for field in layout.fields} - {None}
@@ -79,11 +78,7 @@ class BatchPlan:
         return self._options.stacked or not self._options.trim
 
     def common_slots(self) -> Slots:
-        """Return the slots of batches that hold a rollout of every worker.
-
-        Raises:
-            ConfigError: rollouts that cannot be put together so, or more memory than there is.
-        """
+        """Return the slots of batches that hold a rollout of every worker."""
         options = self._options
         if self._fixed is None:
             return Slots(self._steps, options)
@@ -91,11 +86,7 @@ class BatchPlan:
         return self._slab_slots(slab, dim, _SYNC_SLOTS, 0)
 
     def worker_slots(self, worker: int) -> Slots:
-        """Return the slots of batches that are one rollout of ``worker``.
-
-        Raises:
-            ConfigError: more memory than there is.
-        """
+        """Return the slots of batches that are one rollout of ``worker``."""
         layout, steps = self._layouts[worker], self._steps[worker]
         if layout is None:
             return Slots([steps], BatchOptions(cat=0, device=self._options.device))
@@ -203,7 +194,7 @@ class Slots:
     def hand_over(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase | None:
         """Return the batch that was written into ``slot``; its memory is the caller's.
 
-        ``None`` where workers keep what they collect.
+        ``None`` if workers keep their rollouts.
         """
         there = [report for report in reports if report.payload is not None]
         return self._put_together([r.payload for r in there], there) if there else None
@@ -239,7 +230,6 @@ class SlabSlots(Slots):
     """
 
     def __init__(self, arena: Arena, slots: int, options: BatchOptions, cat_dim: int = 0) -> None:
-        """Hand out the ``slots`` slots of ``arena``."""
         self._arena, self._device = arena, options.device
         self._stacked = arena.slab.order is Order.STACKED
         self._trim = options.trim and not self._stacked
@@ -290,7 +280,7 @@ class SlabSlots(Slots):
         return self._apart(slot, [report])
 
     def _apart(self, slot: int, reports: Sequence[m.Report]) -> TensorDictBase:
-        """Put a batch together of payloads, and of copies of what is in the slot."""
+        """Put a batch together of payloads, and of copies of the slot's contents."""
         own = zip(self.windows[slot], self._arena.slab.layouts, reports, strict=True)
         parts: list[TensorDictBase] = [
             batch_over(self._arena.window(reference), layout).clone()
@@ -330,7 +320,7 @@ _Part = TypeVar("_Part", bound=TensorDictBase)
 
 
 def _trimmed(parts: Sequence[_Part], reports: Sequence[m.Report], dim: int) -> list[_Part]:
-    """Leave out what stopped rollouts, to be put together along ``dim``, never reached."""
+    """Leave out steps that stopped rollouts, which are joined along ``dim``, did not reach."""
     if dim in (-1, parts[0].ndim - 1):
         return [part[..., : r.steps] for part, r in zip(parts, reports, strict=True)]
     most = max(report.steps for report in reports)  # one part may hold several rollouts

@@ -51,14 +51,14 @@ class Gather(abc.ABC):
         Raises:
             CollectorTimeout: a worker took longer than ``timeout`` seconds for its rollout.
             WorkerDied: a worker's process ended.
-            Exception: what a worker's code raised.
+            Exception: an exception of a worker's code.
         """
 
     @abc.abstractmethod
     def ready(self, counts: FrameCounts, feed: bool, timeout: float | None) -> bool:
         """Tell whether `batch` would return or raise now; begin rollouts only with ``feed``.
 
-        Takes in what has come, without waiting for more.
+        Receives available replies, without waiting for more.
         """
 
     @property

@@ -160,7 +160,7 @@ class Pipeline:
 
         Args:
             passed: A batch that was delivered in another way. What is still to come of the
-                trajectories in it is dropped, too.
+                trajectories in it is also dropped.
         """
         self._not_stored += sum(part.numel() for part in self._parts)
         self._parts.clear()
@@ -202,7 +202,7 @@ def _checked(postproc: PostProc) -> PostProc:
 
 
 def _whole_trajectories(arguments: Mapping[str, Any]) -> WholeTrajectories | None:
-    """Return what cuts whole trajectories; into a buffer they go end to end, as they complete."""
+    """Return the cutter of whole trajectories; for a buffer it delivers each as it completes."""
     count = arguments["trajs_per_batch"]
     if count is None:
         return None

@@ -33,7 +33,7 @@ class ReplacingBackend(Protocol):
 class Replacements:
     """Replaces lost workers.
 
-    A replacement is a worker of its own: nothing of what the lost one had in it is left.
+    A replacement is a new worker, without any state of the lost one.
     """
 
     def __init__(

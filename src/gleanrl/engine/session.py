@@ -227,7 +227,7 @@ class Session:
     def _alone(self, timeout: float | None = None) -> Iterator[None]:
         """Keep other threads out, and Ctrl-C until workers are waited for; it ends the session.
 
-        Refuses what an environment or a policy asks of the collector that is just running it.
+        Refuses calls that an environment or a policy makes to the collector that runs it.
         """
         with nullcontext() if self.backend.inline else Deferred(), self.turn(timeout):
             if self._busy:
@@ -292,7 +292,7 @@ class Session:
 
         Raises:
             ClosedError: after `close`, except for reading.
-            Exception: what the first worker to fail raised, after all have replied.
+            Exception: the exception of the first worker to fail, after all have replied.
         """
         with self._alone(timeout):
             return self._values(self._carry_out(commands, timeout))
@@ -331,12 +331,7 @@ class Session:
         return collects and not any(ticket.begun for ticket in tickets)
 
     def post(self, commands: Mapping[int, m.Command]) -> None:
-        """Send one command per worker without waiting; an error is raised by a later call.
-
-        Raises:
-            ClosedError: after `close`.
-            WorkerDied: a worker's process ended.
-        """
+        """Send one command per worker without waiting; an error is raised by a later call."""
         with self._alone():
             self._check_usable()
             for worker, command in commands.items():
@@ -344,12 +339,7 @@ class Session:
             self.raise_if_failed()
 
     def check(self) -> None:
-        """Raise the error of a worker, if one is known without waiting.
-
-        Raises:
-            ClosedError: after `close`.
-            WorkerDied: a worker's process ended.
-        """
+        """Raise the error of a worker, if one is known without waiting."""
         with self._alone():
             self._check_usable()
             self.receive_available()

@@ -55,11 +55,7 @@ class Models:
         self._schemes = dict(schemes or {})
 
     def running(self, model_id: str) -> Any:
-        """Return the model that runs under ``model_id``.
-
-        Raises:
-            UnknownModelError: there is none here.
-        """
+        """Return the model that runs under ``model_id``, or raise `UnknownModelError`."""
         try:
             return self._session.ask(m.Get(model_id))
         except (AttributeError, LookupError, ValueError) as err:
@@ -75,11 +71,7 @@ class Models:
         return [] if self.running(_POLICY) is self.policy else list(self.policy.parameters())
 
     def shapes(self, model_id: str) -> Shapes:
-        """Return the shapes of a model's weights, by dotted name.
-
-        Raises:
-            UnknownModelError: there is no model of that id.
-        """
+        """Return the shapes of a model's weights, by dotted name."""
         shapes: Shapes = self._session.ask(m.Call("describe_weights", (model_id,)))
         return shapes
 
@@ -99,13 +91,6 @@ class Models:
 
         Returns:
             The workers that were updated; the others keep their weights and their version.
-
-        Raises:
-            ConfigError: no such worker, or weights by worker of others than those updated.
-            UnknownModelError: no model of that id.
-            WeightsError: weights that do not fit; nothing was changed.
-            PolicyTypeError: nothing was given, and there is no policy to take weights from.
-            WorkerDied: a worker's process ended.
         """
         models: dict[str, Any] = {}
         for model_id, source in self._applied(sources).items():
@@ -355,11 +340,7 @@ class WeightDelivery(Models):
         return workers
 
     def chosen(self, worker_ids: Any) -> list[int]:
-        """Return the workers meant by indices, devices or a list of them; ``None`` means all.
-
-        Raises:
-            ConfigError: a worker that does not exist, or no worker at all.
-        """
+        """Return the workers meant by indices, devices or a list of them; ``None`` means all."""
         workers = range(self._session.workers)
         if worker_ids is None:
             return list(workers)

@@ -318,9 +318,6 @@ class WholeTrajectories:
             Fresh memory, time the last dimension. Padded: ``[N, T_max]`` with zeros and a mask at
             ``("collector", "mask")``; entries that are not tensors repeat their last value. Cat:
             the trajectories end to end, ``[T_1 + ... + T_N]``.
-
-        Raises:
-            ConfigError: rows are to be padded and an entry's shape changes from frame to frame.
         """
         share = self.num_trajectories // len(self._ready)
         if any(len(line) < share for line in self._ready):

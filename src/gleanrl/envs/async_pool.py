@@ -41,9 +41,6 @@ class AsyncPool(VectorAdapter):
             options: How data are stored, and whether an EnvPool may be called otherwise than as it
                 is.
             again: Makes another one like it, if that is known.
-
-        Raises:
-            ConfigError: it resets itself in another step than the next.
         """
         resets = _EnvPool(env, options) if is_envpool(env) else _Ale(env, again)
         super().__init__(resets, options)

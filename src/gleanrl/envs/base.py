@@ -70,7 +70,7 @@ def _spelled(keys: Iterable[Key]) -> list[NestedKey]:
 
 
 def close_all(envs: Iterable[Any]) -> None:
-    """Close every environment, then raise what one of them raised."""
+    """Close every environment, then raise the exception of one of them, if any."""
     with contextlib.ExitStack() as stack:
         for env in envs:
             stack.callback(env.close)
@@ -210,7 +210,7 @@ class EnvBase(nn.Module, abc.ABC):
         Args:
             tensordict: With ``"_reset"`` masks if only some environments are to be reset; what is
                 returned for the others is not used then.
-            options: What the user gave to `reset`.
+            options: The user's options for `reset`.
         """
 
     @abc.abstractmethod

@@ -20,7 +20,7 @@ _PYTHON = (
     *("step", "send", "recv", "_from", "_check_action", "_infer_players_env_id"),
     *("all_env_ids", "config", "_to"),
 )
-"""What a step uses of EnvPool's classes that is written in Python."""
+"""Python functions of EnvPool's classes that a step uses."""
 _CPP = ("_send", "_recv")
 _HOMES = ("envpool.python.envpool", "envpool.python.gymnasium_envpool")
 _PROVEN = "677f17cbeaef66db"
@@ -30,7 +30,7 @@ _ENDED = np.greater(_DONE, _CUT).tolist()
 
 
 def direct_step(env: Any) -> Callable[..., Any] | None:
-    """Return what gives the results of ``env.step`` in one rollout, with less in between.
+    """Return a function with the results of ``env.step`` in one rollout, but fewer calls.
 
     Its ``infos`` have only ``"env_id"``.
 

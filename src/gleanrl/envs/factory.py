@@ -35,9 +35,6 @@ def build(given: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return ``given`` if it is built, else the object that it makes with ``kwargs``.
 
     A callable may also return an id. An environment of PettingZoo's gets TensorDict methods.
-
-    Raises:
-        UnknownEnvError: an id that is not registered.
     """
     if is_built(given):
         if kwargs:
@@ -104,9 +101,6 @@ def check_ignored(kind: type, arguments: Mapping[str, Any]) -> None:
 
     Processes are always forked from a clean one, data always go through shared memory where they
     fit it, and stepping an environment that has ended is always left to the environment.
-
-    Raises:
-        TypeError: an argument that TorchRL's have not either.
     """
     unknown = sorted(arguments.keys() - _IGNORED)
     if unknown:

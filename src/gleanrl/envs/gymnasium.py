@@ -54,12 +54,6 @@ class WindowEnv(EnvRows):
         batch_shape: tuple[int, ...],
         options: GymOptions,
     ) -> None:
-        """Read the observation and the action space of one environment.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
-                cannot be.
-        """
         self.options = options
         leaves = observation_leaves(observed)
         fields = [leaf_field(leaf, options.observation_dtype) for leaf in leaves]
@@ -243,12 +237,7 @@ class GymnasiumEnv(WindowEnv):
             write_rewards(row[:, None], check_rewards(self.rewards[-1:], when), when=when)
 
     def finish(self, steps: int) -> None:
-        """Write the rewards of all steps.
-
-        Raises:
-            EnvError: a reward that is not a number, or a finite one that overflows float32.
-            PolicyError: a discrete action was out of range.
-        """
+        """Write the rewards of all steps; refuse bad rewards and actions out of range."""
         if self._unsettled and self._window.steps > 1:  # one step says little about `info`
             self._settle()
         when = "" if self._window.steps == 1 else " at step {}"
@@ -276,11 +265,7 @@ class GymnasiumEnv(WindowEnv):
         return check_reset(result, f"environment {env}: reset")
 
     def seed(self, seed: int, static: bool = False) -> int:
-        """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on.
-
-        Raises:
-            ConfigError: ``seed`` is not a whole number of 0 or more.
-        """
+        """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on."""
         seed = check_int("seed", seed, least=0)
         self._seeds = [seed if static else seed + i for i in range(len(self.envs))]
         for env, own in zip(self.envs, self._seeds, strict=True):

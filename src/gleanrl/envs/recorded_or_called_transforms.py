@@ -197,7 +197,7 @@ def record(
 def _recorded(
     ops: OpRecorder, method: Method, before: Entries, data: Entries, batch: tuple[int, ...]
 ) -> Entries | None:
-    """Record what ``method`` does; return its results, ``None`` if that is not known."""
+    """Record the calls of ``method``; return its results, ``None`` if they are not known."""
     mark = ops.mark()
     ops.states(method.state)
     kept = [one.clone() for one in method.state]
@@ -244,7 +244,7 @@ def _call(
     data: Entries,
     batch: tuple[int, ...],
 ) -> Entries:
-    """Call ``call`` on copies; return what it returned, in memory of its own."""
+    """Call ``call`` on copies; return its results, in memory of their own."""
     copies = [{key: value.clone() for key, value in part.items()} for part in (before, data)]
     out = call(*(_tensordict(part, batch) for part in copies))
     return {
@@ -260,7 +260,7 @@ def _call_again(
     batch: tuple[int, ...],
     results: Mapping[Key, torch.Tensor],
 ) -> None:
-    """Call ``method``, and write what it returns into ``results``."""
+    """Call ``method``, and write its results into ``results``."""
     found = _call(method.call, before, data, batch)
     if found.keys() != results.keys():
         differing = sorted(map(format_key, found.keys() ^ results.keys()))

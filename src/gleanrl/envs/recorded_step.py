@@ -46,15 +46,12 @@ class RecordedStep:
     """The steps of an environment of `Parts`, with the present settings of its transforms."""
 
     def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key] = ()) -> None:
-        """Record what the transforms do.
+        """Record the transforms.
 
         Args:
-            layout: What the environment shows.
-            parts: What it consists of.
+            layout: The entries of the environment.
+            parts: The parts of the environment.
             passed: Observations that the policy writes under ``"next"`` before each step.
-
-        Raises:
-            Unproven: that is not known.
         """
         self.parts = parts
         self.reset_s = 0.0
@@ -85,7 +82,6 @@ class RecordedStep:
         return self._memory.members.action_specs
 
     def explain(self) -> str:
-        """Return how environments and transforms are stepped."""
         text = self._memory.members.explain()
         for transform in self.parts.transforms:
             name = type(transform).__name__
@@ -106,7 +102,7 @@ class RecordedStep:
     ) -> None:
         """Bind to the rows of ``window``, whose first root row is the present.
 
-        ``on_partial_reset`` is told of members that are reset while others go on.
+        ``on_partial_reset`` is called with members that are reset while others continue.
         """
         memory, self._on_partial_reset = self._memory, on_partial_reset
         memory.members.begin(window)
@@ -206,7 +202,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
 
 
 def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
-    """Return what shows the results of a phase of ``part``, and changes nothing of it."""
+    """Return a function that shows the results of a phase of ``part``, and changes nothing."""
     if is_counter(part):
         return _phase(copied_transform(part), name)
     if type(part).__name__ == "ActionMask":  # writes the mask into a spec

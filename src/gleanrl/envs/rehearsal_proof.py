@@ -85,7 +85,7 @@ def _prove(rows: TransformedRows) -> None:
 
 
 def _cast(parts: Parts) -> list[Tape] | list[TapedWorker]:
-    """Return what takes the place of the members."""
+    """Return the stand-ins of the members."""
     if parts.members:
         return [Tape(one, i) for i, one in enumerate(parts.gym_envs)]
     return [TapedWorker(i) for i in range(parts.base.num_workers)]

@@ -17,7 +17,6 @@ class Tape(gym.Env[Any, Any]):
     """Stands in for an environment: it returns made-up data and keeps the actions."""
 
     def __init__(self, env: gym.Env[Any, Any], seed: int = 0) -> None:
-        """Have the spaces of ``env``."""
         self.observation_space = copy.deepcopy(env.observation_space)
         self.action_space = copy.deepcopy(env.action_space)
         self.metadata, self.render_mode = env.metadata, env.render_mode
@@ -103,7 +102,7 @@ class TapedWorker:
         self._done[self._index] = 1
 
     def send_bytes(self, message: bytes) -> None:
-        """Do what the command in ``message`` says."""
+        """Carry out the command in ``message``."""
         self.send(ForkingPickler.loads(message))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:

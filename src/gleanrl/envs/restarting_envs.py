@@ -43,7 +43,7 @@ class Restarts:
         self.failures.append(f"environment {env} was built anew, because it raised:\n{text}")
 
     def built(self, env: int, build: Callable[[], T]) -> T:
-        """Return what ``build`` returns, which is called again after an error, without delay.
+        """Return the result of ``build``, which is called again after an error, without delay.
 
         Raises:
             ConfigError: of this library, which another attempt does not change.
@@ -123,11 +123,7 @@ class RestartingEnv(GymnasiumEnv):
     def _rebuilt(
         self, env: int, error: Exception, options: dict[str, Any] | None = None
     ) -> tuple[Any, Any]:
-        """Build environment ``env`` anew, after ``error``; return what its reset returned.
-
-        Raises:
-            Exception: the last error, if it may not be built as often.
-        """
+        """Build environment ``env`` anew, after ``error``; return the result of its reset."""
         while True:
             self._restarts.count(env, error)
             with contextlib.suppress(Exception):  # it is broken

@@ -43,7 +43,6 @@ class FieldWriter:
     """Writes one field of ``P`` environments; a subclass reads it from their results."""
 
     def __init__(self, field: Field) -> None:
-        """Write ``field``."""
         self._field = field
         self._shape = field.shape
         self._root: list[Array] = []
@@ -65,7 +64,7 @@ class FieldWriter:
         self._root[t][...] = rows
 
     def step_writer(self) -> StepWriter:
-        """Return the method that does what `write` does, and takes the least time for this field.
+        """Return the method with the effect of `write` that takes the least time for this field.
 
         It is the environment's to keep: a writer that refers to its own method would keep itself,
         and the memory of rollouts, until Python collects garbage.

@@ -55,7 +55,6 @@ class EnvRows(Env, Resumable):
 
     @property
     def inner(self) -> Any:
-        """The user's environment."""
         return self if self.face is None else self.face
 
     def joined(
@@ -65,7 +64,7 @@ class EnvRows(Env, Resumable):
 
         Args:
             others: More rows of this class, with the same `options`.
-            face: What the rows were taken out of; they get its batch size.
+            face: The environment that the rows were taken out of; they get its batch size.
             options: How the user wants data to be stored; ``None`` leaves that to the rows.
             fresh: Whether nobody else uses the members, so that they may be changed.
 
@@ -75,7 +74,6 @@ class EnvRows(Env, Resumable):
         return None
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         inner = self.inner
         kind = type(inner[0] if isinstance(inner, list) else inner).__name__
         return f"{self.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts"
@@ -91,23 +89,20 @@ class EnvRows(Env, Resumable):
         self._window = window
 
     def post(self, t: int, cut: Sequence[int]) -> None:
-        """Take step ``t``, because these environments are in this process."""
         self._ended = self.step(t, cut)
 
     @property
     def under_way(self) -> bool:
-        """Whether a step goes on: never, in this process."""
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do nothing: no step goes on."""
+        """Do nothing, because no step is under way."""
 
     def complete(self, t: int) -> Sequence[int]:
-        """Return the environments that ended in the step that was posted."""
         return self._ended
 
     def keep(self, t: int) -> None:
-        """Write what step ``t`` left to `finish`, as that may never come: here nothing."""
+        """Write data of step ``t`` that `finish` would write, if it is not called: here none."""
 
     def finish(self, steps: int) -> None:
         """Do nothing: all was written by the steps."""
@@ -137,10 +132,9 @@ class EnvRows(Env, Resumable):
 
 
 class Row:
-    """The memory of one step of an environment: root entries, actions, and what the step gives."""
+    """The memory of one step of an environment: root entries, actions and results."""
 
     def __init__(self, env: Any) -> None:
-        """Read the fields off the specs of ``env``."""
         self.batch, trees = tuple(env.batch_size), spec_trees(env)
         shown, actions, rewards, flags = (spec_fields(tree, self.batch) for tree in trees)
         found = (group for tree in trees for group in spec_groups(tree, len(self.batch)))
@@ -268,11 +262,9 @@ class RowEnv(EnvBase, Resumable):
         self.rows.seed(seed, static)
 
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Return the state of the environments that step."""
         return self.rows.snapshot(allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Have them continue."""
         self.rows.resume(snapshot, allow_pickle)
 
     def _close(self) -> None:
@@ -285,9 +277,6 @@ def write_inputs(
     """Write the entries of ``data`` that ``row`` names into it.
 
     If it ``casts``, another dtype of the same kind is taken: floats, and whole numbers that fit.
-
-    Raises:
-        PolicyError: an entry is missing or does not fit.
     """
     for key, target in row.items():
         value = data.get(key, None)

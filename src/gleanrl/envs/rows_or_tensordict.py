@@ -41,10 +41,6 @@ def make_env(options: SourceOptions) -> Made:
     """Build the environment ``options`` describe.
 
     If that fails, environments that were made are closed; those that were given are left alone.
-
-    Raises:
-        UnknownEnvError: an id that is not registered.
-        ConfigError: a combination that cannot be built.
     """
     given, num_envs = options.create_env_fn, options.num_envs
     several = isinstance(given, Sequence) and not isinstance(given, str)

@@ -1,9 +1,7 @@
 """The state of environments as plain data: numbers, strings, lists, dicts and tensors.
 
-An environment is a graph of Python objects. Everything in it that can change is saved: attributes,
-containers, arrays, generators, simulators. A state is loaded into the objects of an environment
-that was made alike, so that no constructor is called and no module imported. Functions, classes,
-renderers and the like stay those of the environment that loads.
+A state is loaded into the objects of an environment that was made alike. No constructor is called
+and no module imported; docs/decisions.md ("Exact resume") says which parts are saved.
 
 Each part that is no number or string is a list, ``[kind, ...]``. Parts that others may refer to
 have a number there. `_KINDS` has both directions of every kind.
@@ -44,7 +42,7 @@ _PLAIN_GENERATORS = ("PCG64", "PCG64DXSM")
 """Generators whose state is plain data as it is."""
 _OTHER_GENERATORS = ("MT19937", "Philox", "SFC64")
 _BESIDE_HOOKS = ("_np_random", "action_space", "observation_space")
-"""Attributes that are saved beside the state that a user's ``get_state`` returns."""
+"""Attributes that are saved in addition to the result of a user's ``get_state``."""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _ABSENT: Any = type("_Absent", (), {})()
 
@@ -79,11 +77,7 @@ def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
 
 
 def load_batch(state: Node) -> TensorDictBase:
-    """Return a batch from its state.
-
-    Raises:
-        StateError: it is the state of something else.
-    """
+    """Return a batch from its state."""
     batch = load_state(None, state)
     if not isinstance(batch, TensorDictBase):
         raise StateError(f"a {type(batch).__name__} is in the place of a batch")
@@ -94,7 +88,6 @@ class Saver:
     """Turns objects into plain data."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        """Start with nothing saved."""
         self.allow_pickle = allow_pickle
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
@@ -121,7 +114,6 @@ class Loader:
     """Restores objects from plain data."""
 
     def __init__(self, allow_pickle: bool) -> None:
-        """Start with nothing loaded."""
         self.allow_pickle = allow_pickle
         self._found: dict[int, Any] = {}
         self._due: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []
@@ -166,11 +158,7 @@ class Loader:
         return alike and id(present) not in self._used
 
     def class_named(self, name: str, at: str) -> type:
-        """Return a loaded class of the environments' packages.
-
-        Raises:
-            StateError: there is none.
-        """
+        """Return a loaded class of the environments' packages."""
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
         for part in path.split("."):

@@ -156,11 +156,7 @@ def _settings(model: Any) -> list[Any]:
 
 
 def _load_model(model: Any, saved: Any) -> None:
-    """Restore settings that were changed after the model was built.
-
-    Raises:
-        StateError: it is another model.
-    """
+    """Restore settings that were changed after the model was built."""
     checksum, *arrays = saved
     if _save_model(model)[0] != checksum:
         _load_arrays(_settings(model), *arrays)

@@ -181,7 +181,6 @@ class Actions:
         return bool(self._limits)
 
     def begin(self, window: Window) -> None:
-        """Bind to the rows of ``window``."""
         self._window = window
         self._rows = [window.rows(field.key) for field in self.fields]
 

@@ -46,7 +46,7 @@ _INSTEAD = {
     "to_numpy": "value.numpy(), for one-hot vectors value.argmax(-1).numpy()",
     "type_check": "value.dtype == spec.dtype",
 }
-"""Helpers of TorchRL's specs that these lack, and what does the same."""
+"""Helpers of TorchRL's specs that these lack, with their replacements."""
 
 
 class Interval(NamedTuple):
@@ -308,7 +308,7 @@ class Categorical(_Discrete):
         """Describe index tensors of ``shape``.
 
         Args:
-            n: How many values there are.
+            n: The number of values.
             shape: Of the tensors; a scalar by default.
             device: The CPU by default.
             dtype: Of the tensors.

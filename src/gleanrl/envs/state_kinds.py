@@ -1,4 +1,4 @@
-"""How objects are saved as plain data, by their class."""
+"""The ways to save objects as plain data, by their class."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OURS = (
     torch.device,
     EnvSpec,
 )
-"""What an environment keeps when it loads a state."""
+"""Classes of objects that an environment keeps when it loads a state."""
 _OURS_BY_MODULE = (
     "pygame.surface",
     "pygame.font",
@@ -62,7 +62,7 @@ _OURS_BY_MODULE = (
 )
 _REFUSED_BY_MODULE = ("multiprocessing", "subprocess", "socket", "concurrent")
 _CHANGING = ("_np_random", "mask")
-"""What changes in spaces and specs."""
+"""Attributes of spaces and specs that change."""
 _REPLACES_COPYING = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__del__")
 LINKS = ("_parent", "_container")
 """Attributes in which TorchRL's transforms find their environment again."""
@@ -73,19 +73,11 @@ class Resumable(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, allow_pickle: bool = False) -> Node:
-        """Return the state in the middle of episodes. Internal to the package.
-
-        Raises:
-            StateError: names a part whose state cannot be saved.
-        """
+        """Return the state in the middle of episodes, or raise `StateError`. Internal."""
 
     @abc.abstractmethod
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Continue from a state of `snapshot`. Internal to the package.
-
-        Raises:
-            StateError: it does not fit; the environments have to be reset.
-        """
+        """Continue from a `snapshot`; after a `StateError`, reset the environments. Internal."""
 
 
 def name_of(kind: type) -> str:

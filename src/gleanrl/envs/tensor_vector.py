@@ -76,11 +76,7 @@ class TensorLeafWriter(FieldWriter):
 
 
 def copy_tensor(row: torch.Tensor, value: Any, what: str, *, exact: bool = False) -> None:
-    """Copy ``value`` to ``row``; if ``exact``, its dtype must be the same or narrower integers.
-
-    Raises:
-        EnvError: it is no tensor of that shape and dtype; ``what`` begins the message.
-    """
+    """Copy ``value`` to ``row``; if ``exact``, its dtype must be the same or narrower integers."""
     if isinstance(value, torch.Tensor) and value.shape == row.shape:
         same = not exact or value.dtype is row.dtype
         whole = not (value.is_floating_point() or row.is_floating_point())
@@ -110,12 +106,7 @@ class TensorVectorEnv(VectorAdapter):
     """After `finish`: which environments ended at which step, bool ``[P, T]``."""
 
     def __init__(self, resets: VectorResets, options: SourceOptions, device: torch.device) -> None:
-        """Take over the environment of ``resets``, which showed tensors on ``device``.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing to choose; an option that is
-                about arrays.
-        """
+        """Take over the environment of ``resets``, which showed tensors on ``device``."""
         options.storing().check_unused(resets.env)
         super().__init__(resets, options.storing())
         self._there, self.can_cut = device, False
@@ -133,7 +124,6 @@ class TensorVectorEnv(VectorAdapter):
         """The number of each leaf's first action, if that is not 0."""
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         rows = self.layout.device or "the host"
         return f"{super().explain()}: tensors on {self._there}, rows on {rows}"
 
@@ -185,13 +175,7 @@ class TensorVectorEnv(VectorAdapter):
         return ()
 
     def finish(self, steps: int) -> None:
-        """Bring the end flags to the host; check what a step could not tell without waiting.
-
-        Raises:
-            EnvError: environments ended in a step without final observations; a finite reward
-                that overflows float32.
-            PolicyError: a discrete action was out of range.
-        """
+        """Bring the end flags to the host; check what a step could not tell without waiting."""
         self.done = self._window.tensor(next_key(DONE))[:, :steps, 0].cpu().numpy()
         for t in np.flatnonzero(self.done.any(0)):
             if not self._with_finals[t]:

@@ -161,9 +161,6 @@ def learn_layout(env: Any, first: TensorDictBase) -> EnvLayout:
 
     Where the two disagree the data are believed. State entries (inputs that are no actions) are
     delivered if the reset returned them.
-
-    Raises:
-        EnvError: an entry that does not begin with the environment's batch dimensions.
     """
     batch = tuple(env.batch_size)
     ends = EndFlags(env.full_done_spec, batch)
@@ -396,7 +393,7 @@ class TensorDictHandle:
 
         Args:
             env: Built. Reset here, once, unless ``first`` is given.
-            first: What ``env.reset()`` returned, if it was called already. Taken over.
+            first: The result of ``env.reset()``, if it was called already. Taken over.
             inner: The user's environment, if that is not ``env``.
         """
         self.env = env
@@ -484,7 +481,6 @@ class TensorDictHandle:
         return sorted(ended + late)
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset ``envs`` (all if ``None``)."""
         if envs is None:
             self.root = self.env.reset(**options)
         elif options:
@@ -521,7 +517,6 @@ class TensorDictHandle:
         return save_state([self.env, self.root], allow_pickle)
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
-        """Continue from a state of `snapshot`."""
         _, self.root = load_state([self.env, self.root], snapshot, allow_pickle)
 
     def close(self) -> None:

@@ -28,17 +28,14 @@ class ForeignSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of one value."""
         return torch.Size(self.leaf.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of one value."""
         dtype: torch.dtype = self.leaf.dtype
         return dtype
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
-        """Draw values."""
         drawn: torch.Tensor = self.leaf.rand(torch.Size(shape))
         return drawn
 
@@ -61,7 +58,7 @@ class TensorDictRows(EnvRows):
         """Step the environment of ``handle``, which was reset once.
 
         Args:
-            handle: Taken over. The first `reset` shows what the reset before it returned.
+            handle: Taken over. The first `reset` shows the result of the reset before it.
             specs: Of observations and of actions.
         """
         self.handle = handle

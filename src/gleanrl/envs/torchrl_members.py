@@ -77,7 +77,6 @@ class GymMembers:
         self._ended = False
 
     def explain(self) -> str:
-        """Return how they are stepped."""
         count, kind = len(self._parts.members), type(self._parts.members[0]).__name__
         text = f"{count} x {kind}, the Gymnasium environment in it stepped without TensorDicts"
         for transform in self._parts.leading[0]:

@@ -91,7 +91,7 @@ class Parts:
 
     @property
     def primed(self) -> dict[Key, bool]:
-        """Entries that pass on what the policy writes, and whether episodes begin with zeros."""
+        """Entries that pass on outputs of the policy, and whether episodes begin with zeros."""
         found = {}
         primers: list[Any] = list(filter(_is_primer, self.transforms))
         for part in primers:
@@ -127,7 +127,7 @@ _OF_EACH = ("shells", "members", "gym_envs", "own", "leading")
 
 
 def kept_rows(parts: Parts) -> dict[Key, torch.Tensor]:
-    """Return the memory in which a batch of members keeps what they returned.
+    """Return the memory in which a batch of members keeps their results.
 
     A ``SerialEnv`` keeps the last resets; transforms around it are shown all of these when some
     members are reset. A ``ParallelEnv`` keeps actions, the last steps and the present.
@@ -289,7 +289,7 @@ def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 _LINKS = ("_container", "_parent")
-"""How transforms know their surroundings."""
+"""Attributes by which transforms know their surroundings."""
 _NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
 
 

@@ -39,11 +39,8 @@ class TransformedRows(TensorDictRows):
 
         Args:
             handle: The user's environment, reset once.
-            parts: What it consists of.
+            parts: The parts of the environment.
             prove: Is called after transforms were recorded; raises `Unproven`.
-
-        Raises:
-            Unproven: it has to be stepped by its own methods.
         """
         super().__init__(handle)
         self._prove = prove
@@ -51,7 +48,7 @@ class TransformedRows(TensorDictRows):
         self.can_cut = bool(parts.members or parts.wholes)
         _require_plain_layout(self.layout)
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
-        """Is told of members that are reset while others go on."""
+        """Called with members that are reset while others continue."""
         self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
         self.why = ""
         """Why the environment is stepped by its own methods, if it is."""
@@ -60,7 +57,7 @@ class TransformedRows(TensorDictRows):
         self.action_specs = dict(self._drawn)
 
     def proven_specs(self) -> dict[Key, Spec] | None:
-        """Return specs of our own that draw what the environment draws; ``None`` without proof."""
+        """Return own specs with the draws of the environment; ``None`` without proof."""
         specs = {key: drawn.own for key, drawn in self._drawn.items() if drawn.own is not None}
         return specs if len(specs) == len(self._drawn) else None
 
@@ -75,7 +72,6 @@ class TransformedRows(TensorDictRows):
         return self._recorded.parts
 
     def explain(self) -> str:
-        """Return how environments and transforms are stepped."""
         if self.why:
             return f"{self.handle.kind}, called as it is by its TensorDict methods ({self.why})"
         return self._recorded.explain()
@@ -190,7 +186,7 @@ class _Drawn:
         return torch.stack(drawn).reshape(*shape, *self.shape)
 
     def _draws_alike(self, own: Spec) -> bool:
-        """Tell whether ``own`` draws what the environment draws, and leaves the stream alike."""
+        """Tell whether ``own`` makes the environment's draws, and leaves the stream alike."""
         shape = (_DRAWS, self._envs)
         if not own.stepwise or own.shape != self.shape or own.dtype != self.dtype:
             return False

@@ -21,7 +21,7 @@ Wrapped = gym.Wrapper[Any, Any, Any, Any]
 
 
 def wrapped(env: gym.Env[Any, Any], member: Any, leading: Sequence[nn.Module]) -> gym.Env[Any, Any]:
-    """Return ``env`` with wrappers that do what TorchRL does around it.
+    """Return ``env`` with wrappers in place of TorchRL's transforms.
 
     TorchRL's ``member`` steps it; the first transforms around that are ``leading``.
     """

@@ -47,12 +47,7 @@ class VectorAdapter(WindowEnv):
     _batched = True
 
     def __init__(self, resets: VectorResets, options: GymOptions) -> None:
-        """Take over the environment of ``resets``, built and not yet reset.
-
-        Raises:
-            ConfigError: a space without fixed shape, or with nothing to choose; ``info_keys`` that
-                cannot be.
-        """
+        """Take over the environment of ``resets``, built and not yet reset."""
         self._resets, env = resets, vectorised(resets.env)
         self.num_envs, self.all_envs = resets.rows, int(env.num_envs)
         super().__init__(
@@ -71,7 +66,6 @@ class VectorAdapter(WindowEnv):
         return self._resets.env
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         return f"{type(self.inner).__name__} of {self.num_envs}, {self._resets.explain()}"
 
     # -- steps -----------------------------------------------------------------------------------
@@ -136,12 +130,7 @@ class VectorAdapter(WindowEnv):
             writer.write_root(t, envs, returned)
 
     def finish(self, steps: int) -> None:
-        """Write the rewards of ``steps`` steps.
-
-        Raises:
-            EnvError: a finite reward that overflows float32.
-            PolicyError: a discrete action was out of range.
-        """
+        """Write the rewards of ``steps`` steps; refuse overflows and actions out of range."""
         if self._unsettled:
             self._settle()
         if self._resets.members is not None and self._resets.members.settle():
@@ -153,7 +142,6 @@ class VectorAdapter(WindowEnv):
     # -- resets ----------------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset ``envs`` (all by default) and write their observations into ``carry``."""
         where: Array | slice = _ALL
         if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
@@ -173,9 +161,6 @@ class VectorAdapter(WindowEnv):
 
         Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
         whole, also if ``static``.
-
-        Raises:
-            ConfigError: ``seed`` is not a whole number of 0 or more.
         """
         seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)
@@ -299,7 +284,6 @@ class VectorResets:
         return int(vectorised(self.env).num_envs)
 
     def explain(self) -> str:
-        """Return how the environments are stepped."""
         return "called as it is by its own step"
 
     @property
@@ -409,7 +393,7 @@ class _Vectorised(Protocol):
 
 
 def vectorised(env: Any) -> Any:
-    """Return what has the spaces of ``env``: wrappers around a `gymnasium.Env` have not all."""
+    """Return the object with the spaces of ``env``; wrappers of a `gymnasium.Env` lack some."""
     return env if isinstance(env, VectorEnv) else env.unwrapped
 
 

@@ -25,7 +25,7 @@ class _Call(NamedTuple):
     """The memory of calls for one batch size."""
 
     places: _Places
-    """Of what is shown, in new memory on the device."""
+    """Of the shown entries, in new memory on the device."""
     rows: Tensors
     sent: torch.Tensor
     """The bytes of ``rows``."""
@@ -43,12 +43,11 @@ class Staging:
     """Takes all entries of a policy's call to its device in one copy, and all outputs back in one.
 
     Each call is `rows`, `send` and `fetch`. The only wait is that of `fetch` for its own copy, by
-    an event; what was sent has arrived by then. Page-locked memory is used again by the next call.
+    an event; sent entries have arrived by then. Page-locked memory is used again by the next call.
     Memory on the device that the policy was shown is not, because the policy may keep it.
     """
 
     def __init__(self, device: torch.device, shown: Entries, written: Entries) -> None:
-        """Reserve nothing yet."""
         self._device, self._entries = device, (shown, written)
         self._event = torch.Event(device)
         self._calls: dict[tuple[int, ...], _Call] = {}

@@ -128,7 +128,7 @@ class SharedMemory:
         return self._mapping
 
     def offset_of(self, address: int) -> int | None:
-        """Return the offset of what a mapping has at ``address``; ``None`` if that is elsewhere."""
+        """Return the offset of ``address`` in a mapping; ``None`` if it is elsewhere."""
         for mapping in self._mappings:
             start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
             if start <= address < start + len(mapping):

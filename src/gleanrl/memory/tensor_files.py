@@ -5,7 +5,8 @@ A description has one entry per tensor: ``{"key": ["next", "reward"], "shape": [
 directory and have the size that shape and dtype say. Files that are written in one piece also have
 their ``crc32`` there, and a `sealed` description has its own.
 
-Files and descriptions are complete or not there.
+Files and descriptions are complete or not there. Reading damaged files, or files that do not match
+their description, raises `TensorFileError`; writing to a full disk raises `OSError`.
 """
 
 from __future__ import annotations
@@ -64,11 +65,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def checked_field(source: object, key: Any, shape: Any, dtype: Any) -> Field:
-    """Return the field that a description ``source`` has.
-
-    Raises:
-        TensorFileError: it is no field.
-    """
+    """Return the field that a description ``source`` has."""
     if not isinstance(key, list) or not all(isinstance(part, str) for part in key):
         raise TensorFileError(f"{source}: a key ({key!r:.50}) must be a list of strings")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
@@ -105,11 +102,7 @@ class TensorFile(Field):
 
     @classmethod
     def from_json(cls, entry: Any, source: Path) -> TensorFile:
-        """Check and read an entry of the description ``source``.
-
-        Raises:
-            TensorFileError: it is no such entry, or names a file outside the directory.
-        """
+        """Check and read an entry of the description ``source``."""
         if not isinstance(entry, dict):
             raise TensorFileError(f"{source}: an entry of 'keys' is not an object")
         key, shape, dtype, file = (entry.get(name) for name in ("key", "shape", "dtype", "file"))
@@ -139,11 +132,7 @@ class TensorFile(Field):
         return path
 
     def load(self, path: Path, rows: int | None = None) -> torch.Tensor:
-        """Map the file of `locate`, or its first ``rows``; changes do not reach the file.
-
-        Raises:
-            TensorFileError: the file has another checksum than its entry.
-        """
+        """Map the file of `locate`, or its first ``rows``; changes do not reach the file."""
         shape = self.shape if rows is None else (rows, *self.shape)
         nbytes = math.prod(shape) * self.dtype.itemsize
         if not nbytes:
@@ -157,11 +146,7 @@ class TensorFile(Field):
 
 
 def inside(directory: Path, file: str) -> Path:
-    """Return the path of ``file`` in ``directory``, which may come from anyone.
-
-    Raises:
-        TensorFileError: it is missing or leads out of ``directory``.
-    """
+    """Return the path of ``file``, which may come from anyone; it must lie in ``directory``."""
     # Unlike `Path.resolve` this raises nothing: links in a circle lead to no file.
     root, path = (Path(os.path.realpath(where)) for where in (directory, directory / file))
     if not path.is_relative_to(root):
@@ -172,11 +157,7 @@ def inside(directory: Path, file: str) -> Path:
 
 
 def save(directory: Path, key: Key, tensor: torch.Tensor, file: str) -> TensorFile:
-    """Write ``tensor`` to the new file ``file`` of ``directory``.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write ``tensor`` to the new file ``file`` of ``directory``."""
     data, path = tensor.detach().cpu().contiguous(), directory / file
     write_new(path, raw_bytes(data), sync=False)
     entry = TensorFile(key, tuple(data.shape), data.dtype, file)

@@ -1,23 +1,9 @@
-"""Whether what recorded calls read still is what it was.
+"""Notices changes of modules, specs and settings that recorded calls have read.
 
-==================================  ==============================================================
-reader                              what is watched
-==================================  ==============================================================
-every module                        its class and bases, ``training``, hooks, the instance's
-                                    ``__dict__``, and the contents of lists, tuples and dicts in it
-layers                              memory of weights and buffers; their values at every step
-``TensorDictModule``                ``module``, keys, ``method``, ``inplace``, keyword arguments
-``ProbabilisticTensorDictModule``   keys, ``distribution_class``, ``distribution_kwargs``, flags
-``QValueModule``                    ``action_space``, ``action_mask_key``, keys
-``EGreedyModule``                   keys, its spec and all in that; epsilon at every step
-``TanhModule``                      keys, flags, bounds by value
-``AdditiveGaussianModule``          keys, its spec and all in that; sigma at every step
-``OrnsteinUhlenbeckProcessModule``  keys, settings of the process; epsilon at every step
-``RandomPolicy``                    its attributes, its spec and all in that
-distributions                       classes of all that an instance is built of; bounds by value
-sequences and wrappers              ``_modules``, keys, flags
-the surroundings                    default dtype, ``composite_lp_aggregate``, functions of torch
-==================================  ==============================================================
+A `Watch` compares the class and bases of every module, its attributes with the contents of lists,
+tuples and dicts in them, the memory of weights and buffers, parts of specs, bounds by value, the
+default dtype, ``composite_lp_aggregate`` and functions of torch. Recorded calls read weights,
+buffers, epsilon and sigma at every step. docs/migration/torchrl_environments.md lists the modules.
 """
 
 from __future__ import annotations
@@ -60,9 +46,9 @@ _SPECS = (
 )
 """Where specs are, and random policies, which are specs with a key."""
 _FIXED = (bool, int, float, str, torch.device, torch.dtype, torch.Size, type(None), MethodType)
-"""What a spec holds that cannot change."""
+"""Types of immutable values in specs."""
 _MAX_LENGTH = 1024
-"""What holds more is not compared at every rollout."""
+"""Larger containers and settings are `Unwatchable`."""
 
 
 class Unwatchable(TypeError):
@@ -70,10 +56,9 @@ class Unwatchable(TypeError):
 
 
 class Watch:
-    """Notices when what was read is no longer what it was."""
+    """Notices changes of the objects and values that were read."""
 
     def __init__(self) -> None:
-        """Watch nothing but the surroundings yet."""
         self._seen: dict[int, Any] = {}
         self._objects: list[Any] = []
         self._kinds: list[type] = []
@@ -177,7 +162,7 @@ class Watch:
         self._values.extend(part)
 
     def hold(self, value: Any) -> None:
-        """Remember what ``value`` holds, if it can change in place."""
+        """Remember the contents of ``value``, if they can change in place."""
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
@@ -217,7 +202,7 @@ _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _reader(tensor: torch.Tensor) -> Callable[[], bytes]:
-    """Return what reads the values of a small tensor."""
+    """Return a function that reads the values of a small tensor."""
     if tensor.numel() > _MAX_LENGTH:
         raise Unwatchable(f"a setting of {tensor.numel()} numbers is too large to watch")
 

@@ -100,7 +100,7 @@ _LOGICAL: dict[str, np.ufunc] = {
     "lt": np.less,
     "ne": np.not_equal,
 }
-"""What makes flags of flags, or of numbers that have one dtype."""
+"""Operations that make flags of flags, or of numbers that have one dtype."""
 _EXACT = (torch.float32, torch.float64, torch.int64)
 _UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
 _ATEN = torch.ops.aten
@@ -109,7 +109,7 @@ _WITH_GENERATOR = {
     _ATEN.randint.default: _ATEN.randint.generator,
     _ATEN.randint.low: _ATEN.randint.low_generator,
 }
-"""What makes tensors of draws, with a generator."""
+"""Operations that make tensors of draws, with a generator."""
 _EACH = "_foreach_"
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
@@ -181,7 +181,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         """What each operation gave when it was recorded first, by its name."""
 
     def calls(self, mark: tuple[int, int] = (0, 0)) -> list[Callable[[], Any]]:
-        """Return what a replay calls, since ``mark``."""
+        """Return the calls of a replay, since ``mark``."""
         return [step.call for step in self._steps[mark[0] :]]
 
     def mark(self) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     ) -> None:
         """Record ``call``, which reads ``reads`` and fills the tensors in ``makes``.
 
-        It is needed ``always``, or if anything reads what it fills.
+        It is needed ``always``, or if anything reads its results.
         """
         made = {_place(one): one for one in makes}
         self._made.update(made)
@@ -254,7 +254,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     def states(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that what runs may write to ``tensors``, which pass from replay to replay.
 
-        Recording writes to them, too.
+        Recording also writes to them.
         """
         self._states.update(map(_place, tensors))
         self._changing |= self._states
@@ -350,9 +350,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     def _replayable_call(
         self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, given: set[int]
     ) -> Callable[[], Any] | None:
-        """Return what computes ``result`` again, ``None`` if that is not known.
+        """Return the function that computes ``result`` again, ``None`` if it is not known.
 
-        What it reads beside ``args`` is added to ``given``.
+        Its inputs other than ``args`` are added to ``given``.
         """
         # Views: what runs here may change the shape of its tensors afterwards.
         name, args, result = _name(func), _detached(args), _detached(result)
@@ -385,7 +385,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     def _replayable_draw(
         self, name: str, args: tuple[Any, ...], kwargs: Any, result: Any
     ) -> Callable[[], Any] | None:
-        """Return what draws ``result`` again, without torch's checks and copies."""
+        """Return the function that draws ``result`` again, without torch's checks and copies."""
         if name == "multinomial" and args[1] == 1 and not kwargs.get("generator"):
             noise = torch.empty_like(args[0])
             self.add(noise.exponential_)
@@ -464,7 +464,7 @@ def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None
 
 
 def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable[[], Any]:
-    """Return what rolls into ``result``: two copies if it rolls one dimension."""
+    """Return the function that rolls into ``result``: two copies if it rolls one dimension."""
     rolled, shifts, dims = (*args, [])[:3]
     if len(shifts) != 1 or len(dims) != 1 or not rolled.numel():
         return partial(_copy_result, partial(func, *args), result)
@@ -526,7 +526,7 @@ def _into(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> Callabl
 
 
 def _repeats(call: Callable[[], Any], results: Sequence[torch.Tensor]) -> bool:
-    """Tell whether ``call`` gives what the tensors in ``results`` hold, bit for bit."""
+    """Tell whether ``call`` gives the tensors in ``results``, bit for bit."""
     before = [one.clone() for one in results]
     try:
         call()

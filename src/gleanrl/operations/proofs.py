@@ -51,7 +51,7 @@ _LIBRARIES = (
 )
 _LAYERS = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
 _VERSIONED = "pyvers.implement_for._RegisterableFunction"
-"""How TorchRL has methods for several versions of a library."""
+"""The decorator of TorchRL's methods for several versions of a library."""
 _BUILT_IN = ("builtins", "typing", "abc")
 
 

@@ -113,7 +113,6 @@ class EnvWorkers:
     """
 
     def __init__(self, plan: EnvWorkersPlan) -> None:
-        """Start the workers."""
         require_linux("workers in other processes")
         self.timeout, self.start_timeout = plan.timeout, plan.start_timeout
         self.count = 1 + max(map(max, plan.groups))
@@ -240,12 +239,9 @@ class EnvWorkers:
             raise
 
     def pause(self, workers: Collection[int]) -> Session:
-        """Have ``workers`` wait for commands, after what is under way; return the session.
+        """Have ``workers`` wait for commands, after their present orders; return the session.
 
         The steps of all others continue.
-
-        Raises:
-            ClosedError: after `close`, or in a forked child.
         """
         self._check_usable()
         for group in self.groups:
@@ -435,7 +431,7 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         begins: bool = False,
     ) -> list[Any]:
-        """Call a method of `EnvGroup` in workers, after what is under way.
+        """Call a method of `EnvGroup` in workers, after their present orders.
 
         Args:
             method: Its name, or the path to something in it.
@@ -499,11 +495,7 @@ class WorkerGroup:
             yield m.Call(f"groups[{number}].{method}", own)
 
     def snapshot(self, allow_pickle: bool) -> Node:
-        """Return the state of all environments in the middle of their episodes.
-
-        Raises:
-            StateError: some are not in the episodes that the learner knows.
-        """
+        """Return the state of all environments in the middle of their episodes."""
         self.wait()
         found = self.ask("snapshot", (allow_pickle,))
         if self._beginning or self._missing:
@@ -511,11 +503,6 @@ class WorkerGroup:
         return found
 
     def resume(self, snapshot: Node, allow_pickle: bool) -> None:
-        """Have all environments continue from a state of `snapshot`.
-
-        Raises:
-            StateError: it is that of another number of workers.
-        """
         self.wait()
         there, here = len(snapshot), len(self.members)
         if there != here:
@@ -544,11 +531,7 @@ class WorkerGroup:
     # -- orders ----------------------------------------------------------------------------------
 
     def give(self, order: int, window: int, t: int, resets: bool = False) -> None:
-        """Give all workers an order; `settle` has to follow.
-
-        Raises:
-            ClosedError: after `close`, or in a forked child.
-        """
+        """Give all workers an order; `settle` must follow."""
         workers = self.workers
         workers.serve(self._present)
         self._orders[:] = window, t, resets
@@ -579,7 +562,7 @@ class WorkerGroup:
             self.workers.take_answers()
 
     def forget(self) -> None:
-        """Forget what a rollout that failed has left."""
+        """Forget the remains of a rollout that failed."""
         self.wait()
         self._failed, self._some_ended, self._some_anew = [], False, bool(self._leaving)
         self._ended[:] = self.cut[:] = self._anew[:] = False

@@ -136,7 +136,7 @@ class EnvWorker:
         """Do nothing, because these environments have no numbers."""
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return the state of all episodes, and what other groups need to take the same steps."""
+        """Return the state of all episodes, and the `StepMode` of each group."""
         try:
             envs = [group.snapshot(allow_pickle) for group in self.groups]
         except StateError as err:
@@ -157,15 +157,12 @@ class EnvWorker:
         return None
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` in this worker and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return the object at ``path`` in this worker."""
         return paths.resolve(self, path)
 
     def close(self) -> None:
-        """Close the environments."""
         close_all([group.envs for group in self.groups])
 
 

@@ -136,9 +136,6 @@ class EnvGroup:
             memory: ``None`` if they are only looked at.
             makers: Each builds another environment like that of ``envs``.
             restarts: How often each may be built anew when it raises; ``None`` for never.
-
-        Raises:
-            ConfigError: they do not fit together.
         """
         self.envs = SerialEnv.of(envs)
         self._memory: Any = memory
@@ -155,11 +152,7 @@ class EnvGroup:
         """The arguments of `open_rows`, if it has found rows."""
 
     def described(self) -> EnvGroupInfo:
-        """Return the description for the learner.
-
-        Raises:
-            ConfigError: data without a fixed layout.
-        """
+        """Return the description for the learner."""
         row = self._row = self._stepped = _make_row(self.envs)
         if self._restarts is not None:
             row = self._row = self._stepped = RowEnv(self._restarting(row, self._restarts))
@@ -173,11 +166,7 @@ class EnvGroup:
         )
 
     def _restarting(self, row: Any, restarts: Restarts) -> RestartingEnv:
-        """Return the rows of ``row``, but with environments that are built anew when they raise.
-
-        Raises:
-            ConfigError: they are not single Gymnasium environments.
-        """
+        """Return the rows of ``row``, but with environments that are built anew when they raise."""
         rows = row.rows if isinstance(row, RowEnv) else None
         single = all(isinstance(member, RowEnv) for member in self.envs.members)
         if type(rows) is not GymnasiumEnv or not single:
@@ -224,11 +213,7 @@ class EnvGroup:
         )
 
     def take_place(self, before: RowsInfo, *opened: bool) -> None:
-        """Prepare to step in the rows that the group of a lost worker has left.
-
-        Raises:
-            ConfigError: these environments are not like those ``before``.
-        """
+        """Prepare to step in the rows of a lost worker's group, which had the same layout."""
         self.described()
         if (info := self.open_rows(*opened)) != before:
             raise ConfigError(f"its environments are {info}, those of the lost one were {before}")
@@ -278,11 +263,7 @@ class EnvGroup:
     # -- orders: what is to be done lies in memory -------------------------------------------------
 
     def step(self, cuts: bool) -> bool:
-        """Step in a window, and truncate environments if it ``cuts``; tell whether some ended.
-
-        Raises:
-            EnvError: an environment returned data that do not fit the window.
-        """
+        """Step in a window, and truncate environments if it ``cuts``; tell whether some ended."""
         number, t, resets = self._order.tolist()
         if number == 0:
             self._row.step_row(bool(resets))
@@ -319,7 +300,7 @@ class EnvGroup:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Keep what an order raised, for `reraise`."""
+        """Keep the error of an order, for `reraise`."""
         self._error = error
 
     def reraise(self) -> None:
@@ -336,11 +317,7 @@ class EnvGroup:
             self._row.inputs = present
 
     def restart(self, masks: Mapping[Key, torch.Tensor], options: Mapping[str, Any]) -> None:
-        """Reset into the row: all environments, or those in the masks.
-
-        Raises:
-            EnvError: an environment returned data that do not fit the window.
-        """
+        """Reset into the row: all environments, or those in the masks."""
         self._row.reset_row(masks, options)
 
     def restart_rollouts(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
@@ -359,11 +336,6 @@ class EnvGroup:
         return {"envs": self._stepped.snapshot(allow_pickle), "streams": streams.state()}
 
     def resume(self, snapshot: Mapping[str, Any], allow_pickle: bool) -> None:
-        """Continue from a state of `snapshot`.
-
-        Raises:
-            StateError: it does not fit; the environments have to be reset.
-        """
         self._stepped.resume(snapshot["envs"], allow_pickle)
         streams = Streams()
         streams.load_state(snapshot["streams"])
@@ -418,7 +390,6 @@ class EnvGroup:
         return self.envs.state_dict()
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`."""
         self.envs.load_state_dict(state, strict)
 
 
@@ -471,11 +442,7 @@ class _Rollouts:
 
 
 def _make_row(envs: SerialEnv) -> RowEnv | _TensorDictRow:
-    """Return the way to step ``envs`` in a window.
-
-    Raises:
-        ConfigError: their data have no fixed layout.
-    """
+    """Return the way to step ``envs`` in a window."""
     # Made by this worker, so nobody else relies on the checks of Gymnasium's wrappers.
     rows = rows_of(envs, fresh=True)
     if rows is not None:
@@ -503,7 +470,6 @@ class _TensorDictRow(Resumable):
         self._device = None if device is None or device.type == "cpu" else device
 
     def bind(self, window: Window) -> None:
-        """Step in ``window`` from now on."""
         self._row.bind(window)
 
     def step_row(self, and_reset: bool) -> None:

@@ -92,8 +92,7 @@ class ParallelEnv(RowEnv, Verifiable):
                 returns its environments as truncated, with reward 0 and the observations that the
                 step was given (zeros if it was given none); then they are to be reset, as after any
                 end. A collector masks that frame instead.
-            max_relaunches: Replacements of each worker, failed ones included: a number, or
-                ``(number, seconds)`` for so many within a time. Then the error is raised.
+            max_relaunches: As for `MultiSyncCollector`; after that, the error is raised.
             shutdown_timeout: Seconds that `close` waits for workers; then they are killed.
             sharing: The plan of workers that this is one group of environments in.
             first_worker: With ``sharing``, the first of the ``num_workers`` workers.

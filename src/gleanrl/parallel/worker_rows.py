@@ -52,7 +52,7 @@ class WorkerRows(EnvRows):
         self._targets: WeakKeyDictionary[Window, tuple[int, Window | None]] = WeakKeyDictionary()
         """By a window of any collector: its number in workers, and the copy that these write."""
         self.carry = group.reserve(layout.observations, 1)
-        """Root row ``T`` of a rollout, and what resets show."""
+        """Root row ``T`` of a rollout, and the observations of resets."""
 
     def joined(
         self, others: Sequence[Any], face: EnvBase, options: GymOptions | None, fresh: bool
@@ -85,7 +85,6 @@ class WorkerRows(EnvRows):
         return self.complete(t)
 
     def post(self, t: int, cut: Sequence[int]) -> None:
-        """Have workers take step ``t``; `complete` has to follow."""
         if self._target is not self._window:
             _copy(self._window, self._target, self._given, t)
         if cut:
@@ -100,7 +99,6 @@ class WorkerRows(EnvRows):
         self._group.workers.take_answers(seconds)
 
     def complete(self, t: int) -> Sequence[int]:
-        """Wait until all workers took step ``t``; return the environments that ended."""
         ended = self._group.settle()
         if self._target is not self._window and t < self._last:
             _copy(self._target, self._window, self._seen, t + 1)
@@ -134,7 +132,7 @@ class WorkerRows(EnvRows):
         self.failures += self._group.take_failures()
 
     def _pull(self, steps: int) -> None:
-        """Copy what workers wrote in the first ``steps`` steps, if that is elsewhere."""
+        """Copy the rows of the first ``steps`` steps, if workers wrote elsewhere."""
         if self._target is not self._window:
             keys = [key for key in self._target.keys() if key not in self._given]
             _copy(self._target, self._window, keys, slice(self._pulled, steps))

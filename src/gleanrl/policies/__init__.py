@@ -1,4 +1,4 @@
-"""Policies: what the user gives, fitted to the environment and run as tensor calls."""
+"""Policies of users, fitted to the environment and run as tensor calls."""
 
 from gleanrl.policies.policy import (
     ExplorationType,

@@ -1,4 +1,4 @@
-"""What users may give as a policy, and how it is called."""
+"""Accepted kinds of policies, and the ways to call them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TensorCall:
         self.names = names
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Call ``fn`` on entries of ``tensordict`` and write what it returns."""
+        """Call ``fn`` on entries of ``tensordict`` and write its results."""
         values = [tensordict.get(key) for key in self.in_keys]
         if self.names is None:
             out = self.fn(*values)
@@ -99,8 +99,8 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
     observation there is beside entries of ``info``.
 
     Args:
-        policy: What the user gave.
-        contract: What the environment gives and wants.
+        policy: The user's policy.
+        contract: The environment's observations and actions.
         options: Whether to trust ``policy`` to be a callable on TensorDicts, and whether
             ``"step_count"`` is there for it to read.
     """

@@ -35,7 +35,7 @@ from gleanrl.policies.program import (
 
 
 class JointPolicy:
-    """The policy of rollouts that go on at their own pace.
+    """The policy of rollouts that run at their own pace.
 
     Each call gets a new TensorDict with the rows of all environments that wait: observations,
     states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
@@ -137,7 +137,7 @@ class JointPolicy:
         return self._staging.send()
 
     def _fetch(self, wrote: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-        """Return what the policy wrote on the CPU."""
+        """Return the policy's outputs on the CPU."""
         if self._staging is None:
             return {key: value.detach().cpu() for key, value in wrote.items()}
         return self._staging.fetch(wrote)
@@ -155,7 +155,6 @@ class Seat:
     """The `Policy` of one of several rollouts, for all of which a `JointPolicy` acts."""
 
     def __init__(self, joint: JointPolicy, called: ProgramPolicy, env: EnvLayout) -> None:
-        """Have ``joint`` act for the environments of ``env``."""
         self._joint = joint
         self.inner, self.outputs = called.inner, called.outputs
         self.states, self.provided = called.states, called.provided
@@ -179,7 +178,6 @@ class Seat:
         return self
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``."""
         batch, self.seconds = self.batch, 0.0
         self.shown = {key: _rows(window, key, batch) for key in self._reads}
         self.targets = {f.key: [_rows(window, f.key, batch)] for f in self.outputs}
@@ -192,7 +190,6 @@ class Seat:
         self.t = t
 
     def act_with(self, others: Sequence[Seat]) -> None:
-        """Have the policy act once, for this rollout and ``others``."""
         try:
             self._joint.act([self, *others])
         except Exception as err:
@@ -206,7 +203,6 @@ class Seat:
         """Do nothing: states are zeroed with the rows, and nothing else is remembered."""
 
     def explain(self) -> list[str]:
-        """Return how the policy is called."""
         return ["called as it is, at once for all environments of workers that wait for an action"]
 
 
@@ -250,11 +246,7 @@ def _deal(value: torch.Tensor, rows: Sequence[Any]) -> None:
 def _written(
     out: TensorDictBase, key: Key, like: torch.Tensor, batch: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return an entry that the policy wrote for a ``batch`` of environments.
-
-    Raises:
-        PolicyError: it is missing, or has another shape or dtype than in the first call.
-    """
+    """Return an entry that the policy wrote for a ``batch`` of environments."""
     value = out.get(item_name(key), None)
     fits = isinstance(value, torch.Tensor) and value.dtype == like.dtype
     if not fits or value.shape != (*batch, *like.shape[len(batch) :]):

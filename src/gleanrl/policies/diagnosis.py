@@ -1,4 +1,4 @@
-"""Why the first call of a policy failed: which layer, what it got, and what to do."""
+"""Explains the failure of a policy's first call: the layer, its input and the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gleanrl.policies.submodules import modules_of
 
 _FLAGS = ("done", "terminated", "truncated", IS_INIT)
 _CASTS = (torch.float16, torch.float32, torch.float64)
-"""What ``observation_dtype`` of a collector can be."""
+"""Values of a collector's ``observation_dtype``."""
 
 
 def diagnose(
@@ -27,13 +27,13 @@ def diagnose(
     missing: Sequence[Key],
     states: Sequence[Key],
 ) -> PolicyError | None:
-    """Say why ``policy`` failed on what it was shown.
+    """Say why ``policy`` failed on the entries that it was shown.
 
     Args:
         err: The exception that it raised.
-        policy: What the user gave.
+        policy: The user's policy.
         shown: The entries it was called on; ``None`` for one that is no tensor.
-        missing: What it reads and was not shown.
+        missing: The entries that it reads and was not shown.
         states: Its recurrent states.
 
     Returns:
@@ -156,7 +156,7 @@ def _misfit(
     inputs: Sequence[torch.Tensor],
     observed: Mapping[Key, torch.Tensor],
 ) -> str:
-    """Say what ``layer`` expects, what it got, and what the environment shows."""
+    """Name the expected and the actual input of ``layer``, and the environment's entries."""
     got = " and ".join(map(_described, inputs)) or "nothing"
     shows = ", ".join(f"{format_key(k)}: {_described(v)}" for k, v in observed.items())
     return (

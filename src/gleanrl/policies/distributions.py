@@ -44,7 +44,6 @@ class IndependentNormal(D.Independent):  # type: ignore[type-arg]
         event_dim: int = 1,
         validate_args: bool | None = None,
     ) -> None:
-        """Take the parameters."""
         if tanh_loc:
             loc = upscale * (loc / upscale).tanh()
         normal = D.Normal(loc, scale(loc) if callable(scale) else scale, validate_args)
@@ -101,7 +100,6 @@ class TanhNormal(D.TransformedDistribution):
         tanh_loc: bool = False,
         safe_tanh: bool = True,
     ) -> None:
-        """Take the parameters."""
         low, high = (torch.as_tensor(bound).to(loc) for bound in (low, high))
         self._squash = _Squash(low, high, safe_tanh)
         dims = min(1, loc.ndim) if event_dims is None else event_dims

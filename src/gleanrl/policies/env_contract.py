@@ -1,4 +1,4 @@
-"""What an environment shows a policy, and what it wants from it."""
+"""The entries that an environment shows a policy, and the actions that it takes."""
 
 from __future__ import annotations
 

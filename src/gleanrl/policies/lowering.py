@@ -45,7 +45,7 @@ from gleanrl.policies.submodules import units_of
 
 Tensor: TypeAlias = torch.Tensor
 Written: TypeAlias = dict[Key, Tensor]
-"""What a unit writes: tensors that every replay refills."""
+"""The outputs of a unit: tensors that every replay refills."""
 
 _TRIALS = 4
 _DROPPED: Key = ("_",)
@@ -114,10 +114,10 @@ class Lowering:
     """Takes one policy apart."""
 
     def __init__(self, trace: PolicyTrace, batch_shape: tuple[int, ...], *, for_rows: bool) -> None:
-        """Take what one call of the policy showed.
+        """Take the results of one call of the policy.
 
         Args:
-            trace: The units, with what each of them wrote.
+            trace: The units, with the outputs of each.
             batch_shape: Batch size of the TensorDicts that modules see.
             for_rows: Outputs are copied to rows. Only then a unit's outputs may share memory, and
                 functions of the user's may be called with tensors: nobody else sees these.
@@ -138,7 +138,7 @@ class Lowering:
         return known
 
     def explain(self, lower: bool) -> list[str]:
-        """Say for each unit of the policy what became of it."""
+        """Say how each unit of the policy is run."""
         now, lines = self.current(lower), []
         if now.program is not None:
             lines = [f"{_named(unit)}: tensor calls" for unit in now.program.units]
@@ -323,7 +323,7 @@ class _Recording:
         out_keys: Sequence[Any],
         names: Sequence[str] | None,
     ) -> Written:
-        """Record what ``fn`` does to tensors; or a call of it, if that is not known."""
+        """Record the operations of ``fn`` on tensors; or a call of it, if they are not known."""
         reads, keys = as_keys(in_keys), as_keys(out_keys)
         require(set(reads) <= set(unit.visible))
         args = [self._read(key) for key in reads]
@@ -355,7 +355,7 @@ class _Recording:
         return cells
 
     def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
-        """Record what ``module`` does to a TensorDict."""
+        """Record the operations of ``module`` on a TensorDict."""
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
@@ -386,7 +386,7 @@ class _Recording:
         calls: Sequence[Any],
         widened: Sequence[Key] = (),
     ) -> None:
-        """Prove that ``calls`` give what ``module`` gives, and draw the same random numbers.
+        """Prove that ``calls`` give the results of ``module``, and draw the same random numbers.
 
         Only the distribution runs here, on parameters that the policy gave; the policy does not.
         Entries that are ``widened`` may have any values, and have also large ones.
@@ -531,11 +531,7 @@ def _call_again(
     keys: Sequence[Key],
     cells: Sequence[Tensor | None],
 ) -> None:
-    """Call ``fn`` on copies of ``args``, and write what it returns into ``cells``.
-
-    Raises:
-        PolicyError: it returned or changed something else than in its first call.
-    """
+    """Call ``fn`` on copies of ``args``, and write its results into ``cells``."""
     values = [arg.clone() for arg in args]
     out = fn(*values) if names is None else fn(**dict(zip(names, values, strict=True)))
     outs = tuple(map(converted, _as_tuple(out, keys)))
@@ -582,7 +578,7 @@ def _as_tuple(out: Any, keys: Sequence[Key]) -> tuple[Any, ...]:
 # -- draws ----------------------------------------------------------------------------------------
 
 _PARAMETERS = {"logits", "probs", "loc", "scale"}
-"""What `_check_parameters` checks."""
+"""Parameters that `_check_parameters` checks."""
 _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 
 
@@ -620,8 +616,8 @@ def _check_parameters(
     Args:
         ops: Records the checks.
         module: Draws.
-        params: What it reads, by the name that the distribution has for it.
-        name: What messages call the parameters.
+        params: Its inputs, by the name that the distribution has for them.
+        name: The name of the parameters in messages.
     """
     asked = module.distribution_kwargs.get("validate_args")
     validated = D.Distribution._validate_args if asked is None else asked

@@ -1,4 +1,4 @@
-"""From what the user gave to what acts."""
+"""Turns the user's policy into one that acts on rows or on TensorDicts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 def make_policy(
     policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
 ) -> RandomActions | ProgramPolicy:
-    """Make a `Policy` of what the user gave.
+    """Make a `Policy` of the user's policy.
 
     The policy is called once, on the observation of the first reset, without gradient; random
     streams and buffers are as before afterwards.
@@ -54,13 +54,13 @@ def make_policy(
     Args:
         policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
             tensors.
-        contract: What the environment gives and wants; it has a layout.
+        contract: The environment's observations and actions; it has a layout.
         specs: Per action key, what random actions are drawn from.
         options: How it is run, and where; the device of its first weight by default.
 
     Raises:
-        PolicyTypeError: the policy cannot be called with what the environment gives.
-        PolicyError: what it writes does not fit the environment.
+        PolicyTypeError: the policy cannot be called with the environment's entries.
+        PolicyError: its outputs do not fit the environment.
     """
     env = contract.layout
     assert env is not None
@@ -119,7 +119,7 @@ def _device_of(
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A policy that acts on a TensorDict, and what one call of it showed."""
+    """A policy that acts on a TensorDict, and the results of one call of it."""
 
     after: TensorDictBase
     """The root TensorDict as the environment would have been given it after that call."""
@@ -135,7 +135,7 @@ class Actor:
     """What to tell the policy: where an episode begins, as ``"is_init"``, and how many steps it has
     taken, as ``"step_count"``."""
     zero_outputs: TensorDictBase | None = None
-    """What random frames hold in place of what the policy writes beside actions."""
+    """Values that random frames have for outputs of the policy other than actions."""
     device: torch.device | None = None
     """Where the policy runs, if that is not where the environment's data are."""
     casts: tuple[tuple[Key, torch.dtype], ...] = ()
@@ -143,13 +143,7 @@ class Actor:
 
 
 def make_actor(policy: Any, contract: EnvContract, options: SourceOptions) -> Actor:
-    """Make what acts on the TensorDict of an environment, by calling ``policy`` once on it.
-
-    Raises:
-        PolicyTypeError: the policy cannot be called with what the environment gives.
-        PolicyError: what it writes does not fit the environment.
-        ConfigError: options that contradict each other or the device.
-    """
+    """Make the actor on an environment's TensorDict, by calling ``policy`` once on it."""
     root = contract.root
     device = _device_of(policy, options.policy_device, root.device)
     away = _away(root, options.policy_device, device)
@@ -190,7 +184,7 @@ def signed_actor(
     contract: EnvContract,
     away: torch.device | None = None,
 ) -> Actor:
-    """Return what acts by ``policy``, of which one call showed ``signature``."""
+    """Return the actor that uses ``policy``, of which one call showed ``signature``."""
     outputs, ndim = signature.trace.outputs, contract.root.ndim
     wanted = () if contract.layout is None else contract.layout.actions
     taken = {*contract.acted, *map(next_key, signature.policy_written_state)}
@@ -275,7 +269,7 @@ _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
 
 
 def complete_exploration(policy: Any, env: Any) -> Any:
-    """Return ``policy``, given what it lacks from the specs of ``env``, as TorchRL's collectors do.
+    """Return ``policy``, completed from the specs of ``env``, as TorchRL's collectors do.
 
     Its Gaussian noise modules that were made without spec get the action's, its ``RandomPolicy``
     the specs of all actions. Environments other than TorchRL's have no specs that these could use:

@@ -1,4 +1,4 @@
-"""The one call of a policy at construction: what it reads, writes and remembers."""
+"""The one call of a policy at construction, which shows its inputs, outputs and states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from gleanrl.policies.submodules import children_of, modules_of, selects, units_
 
 _ONE_HOT = (D.OneHotCategorical, D.OneHotCategoricalStraightThrough)
 _MISFITS = (KeyError, RuntimeError, TypeError, AttributeError, ValueError, IndexError)
-"""Errors that a policy may raise because of what it is called on."""
+"""Errors that a policy may raise because of its inputs."""
 _T = TypeVar("_T")
 
 
@@ -117,7 +117,7 @@ class PolicyTrace:
 
     @property
     def objects(self) -> list[Key]:
-        """What the policy wrote that is no tensor, without private entries."""
+        """The policy's outputs other than tensors, without private entries."""
         writes = self.whole.writes.items()
         return [k for k, v in writes if not isinstance(v, torch.Tensor) and not is_private(k)]
 
@@ -145,11 +145,7 @@ def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
 
 
 def call_on(policy: Callable[[Any], Any], td: TensorDictBase) -> TensorDictBase:
-    """Call ``policy`` and return the TensorDict it left or returned.
-
-    Raises:
-        PolicyError: it wrote a tensor that has not the batch's shape.
-    """
+    """Call ``policy`` and return the TensorDict it left or returned."""
     try:
         result = policy(td)
     except RuntimeError as err:
@@ -179,7 +175,7 @@ def _entries(td: TensorDictBase) -> dict[Key, Any]:
 
 
 def _out_keys(module: Any) -> set[Key]:
-    """Return what a TensorDict module says it writes."""
+    """Return the outputs that a TensorDict module declares."""
     named = getattr(module, "out_keys", None) if isinstance(module, TensorDictModuleBase) else None
     return set(as_keys(named or ()))
 
@@ -205,7 +201,7 @@ class _Snapshot:
         }
 
     def _unchanged(self, key: Key, value: Any) -> bool:
-        """Tell whether an entry is what it was, seen through another view perhaps."""
+        """Tell whether an entry has its old memory, perhaps in another view, without a write."""
         before = self.entries.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
             return before is value
@@ -276,18 +272,14 @@ def learn(
     with its actions converted.
 
     Args:
-        policy: What the user gave.
+        policy: The user's policy.
         contract: The environment's side of the step, which has a layout.
-        root: What the first reset returned, as the policy is shown it.
+        root: The result of the first reset, as the policy is shown it.
         options: How the policy is run.
         adapted: How the policy is called, if that is decided already.
 
     Returns:
         How the policy is called from now on, and what that call showed.
-
-    Raises:
-        PolicyTypeError: it cannot be called with what the environment gives.
-        PolicyError: it does not fit the environment.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout
@@ -612,7 +604,7 @@ def _check_action(env: EnvLayout, field: Field, value: torch.Tensor, one_hot: bo
 
 
 def _shape_hint(value: torch.Tensor, wanted: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Say what else an action of the wrong shape may be."""
+    """Name the likely cause of an action of the wrong shape."""
     shape = tuple(value.shape)
     if not dtype.is_floating_point and shape[:-1] == wanted:
         if value.is_floating_point():

@@ -58,7 +58,7 @@ class ProgramPolicy:
         """Run what ``signature`` describes.
 
         Args:
-            inner: What the user gave; answers ``getattr_policy``.
+            inner: The user's policy; answers ``getattr_policy``.
             call: The same as a callable on TensorDicts.
             signature: The policy's units, inputs and outputs.
             env: The environment's side of the step.
@@ -79,7 +79,7 @@ class ProgramPolicy:
         self.on_tensordict = TensorDictPolicy(
             call, signature if lower else None, env.batch_shape, device
         )
-        """The policy on one TensorDict, for environments that work on one, too."""
+        """The policy on one TensorDict, for environments that also work on one."""
         called = _StagedOverRows if staged else _TensorDictOverRows
         self._called = called(self.on_tensordict, signature, env, device)
         self._replayed = _ProgramOverRows(env, signature)
@@ -93,7 +93,6 @@ class ProgramPolicy:
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
 
     def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window``; reads the exploration type in force."""
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
@@ -110,17 +109,12 @@ class ProgramPolicy:
         self.act = self._rows.act
 
     def finish(self, steps: int) -> None:
-        """Look back at the rollout.
-
-        Raises:
-            PolicyError: some step was not a number, or a setting of the policy has changed.
-        """
+        """Raise `PolicyError` if a step gave NaN, or a setting has changed."""
         if self._rows is self._replayed:
             check_unchanged(self._now, self._current())
         self._rows.finish()
 
     def forget(self) -> None:
-        """Drop what the policy wrote at earlier steps; all environments begin anew."""
         self._rows = self._called
         self._called.forget()
 
@@ -139,7 +133,7 @@ class ProgramPolicy:
 
     @property
     def forgets(self) -> bool:
-        """Whether the policy gets nothing but states of what it wrote at the step before."""
+        """Whether the policy gets nothing but states of its outputs at the step before."""
         return self._called.forgets
 
     @forgets.setter
@@ -147,7 +141,7 @@ class ProgramPolicy:
         self._called.forgets = value
 
     def zero_memory(self, envs: Sequence[int]) -> None:
-        """Zero what the policy wrote at the root before, in the rows of ``envs``.
+        """Zero the policy's earlier outputs at the root, in the rows of ``envs``.
 
         TorchRL's environments do so where they reset some of their members.
         """
@@ -157,7 +151,6 @@ class ProgramPolicy:
             value.view(-1, *value.shape[self._batch_dims :])[list(envs)] = 0
 
     def explain(self) -> list[str]:
-        """Say what each unit of the policy is run as; reads the exploration type in force."""
         device = self._output_device
         stay = [] if device is None else [f"outputs stay on {device}"]
         if self._current().rest:
@@ -253,11 +246,11 @@ class TensorDictPolicy:
         *,
         shows_device: bool = True,
     ) -> None:
-        """Call ``call``; take it apart only if ``signature`` says what it is made of.
+        """Call ``call``; take it apart only if ``signature`` lists its parts.
 
         Args:
             call: Takes a TensorDict; returns one, or ``None`` after writing into it.
-            signature: What one call showed; ``None`` to call it as it is at every step.
+            signature: The results of one call; ``None`` to call it as it is at every step.
             batch_shape: Batch size of the TensorDicts.
             device: Where the policy runs.
             shows_device: Whether the TensorDicts that the policy gets have their device. TorchRL
@@ -306,7 +299,7 @@ class TensorDictPolicy:
         return td
 
     def explain(self) -> list[str]:
-        """Say what each unit of the policy is run as; reads the exploration type in force."""
+        """Say how each unit of the policy is run; reads the exploration type in force."""
         if self._lowering is None:
             return [
                 "called as it is: fast=False, compiled, data without fixed layout, or outputs "
@@ -315,12 +308,7 @@ class TensorDictPolicy:
         return self._lowering.explain(may_lower(self._device))
 
     def finish(self) -> None:
-        """Look back at the steps since `begin`.
-
-        Raises:
-            PolicyError: a value was not a number where that is not allowed, or a setting of the
-                policy has changed.
-        """
+        """Raise `PolicyError` if a step since `begin` gave NaN, or a setting has changed."""
         if self._lowering is None or self._program is None:
             return
         for check in self._program.checks:
@@ -336,7 +324,7 @@ def _call_without_device(policy: Callable[[Any], Any], td: TensorDictBase) -> Te
 
 
 def item_name(key: Key) -> Any:
-    """Return the name by which a TensorDict is asked for an entry."""
+    """Return the name of an entry for the methods of a TensorDict."""
     return key[0] if len(key) == 1 else key
 
 
@@ -439,7 +427,7 @@ class _TensorDictOverRows:
             self._root.set(item_name(key), value.to(self._device, copy=True))
 
     def write_remembered(self, entries: Mapping[Key, torch.Tensor]) -> None:
-        """Write into ``entries`` what the policy wrote at the root before, or zeros."""
+        """Write the policy's earlier outputs at the root, or zeros, into ``entries``."""
         for key, target in entries.items():
             value = None if self._root is None else self._root.get(item_name(key), None)
             target.copy_(torch.zeros(()) if value is None else value)

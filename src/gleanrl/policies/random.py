@@ -73,7 +73,7 @@ class RandomActions:
 
         Args:
             specs: Per action key, the values of one environment's action.
-            env: What takes the actions.
+            env: The layout of the environment that takes the actions.
             like: The policy it stands in for: the other outputs of that one are zeros.
         """
         self.outputs: tuple[Field, ...] = env.actions if like is None else like.outputs
@@ -103,7 +103,6 @@ class RandomActions:
         self._window, self._drawn = window, 0
 
     def act(self, t: int) -> None:
-        """Write random actions into row ``t``."""
         if t == self._drawn:
             self._draw(t)
 
@@ -134,7 +133,6 @@ class RandomActions:
         """Do nothing: nothing is remembered."""
 
     def explain(self) -> list[str]:
-        """Say who acts."""
         return ["random actions, drawn from a spec"]
 
 
@@ -142,11 +140,7 @@ class SpecActions(RandomActions):
     """A `Policy` that draws from specs of the user's."""
 
     def __init__(self, policy: RandomPolicy, env: EnvLayout) -> None:
-        """Draw actions for ``env`` as calling ``policy`` does.
-
-        Raises:
-            PolicyError: its spec does not fit the environment's actions.
-        """
+        """Draw actions for ``env`` as calling ``policy`` does."""
         super().__init__({}, env)
         self.inner, self._env = policy, env
         self._sources()  # raises, if one does not fit
@@ -163,16 +157,11 @@ class SpecActions(RandomActions):
         ]
 
     def act(self, t: int) -> None:
-        """Write actions into row ``t``, as a call of the user's policy does."""
         for draw, shape, rows in self._rows:
             rows[t].copy_(draw().view(shape))
 
     def finish(self, steps: int) -> None:
-        """Look back at the rollout.
-
-        Raises:
-            PolicyError: the policy has another class, spec or key than at its beginning.
-        """
+        """Raise `PolicyError` if the policy has another class, spec or key than at `begin`."""
         for before, now in zip(self._settings, _settings(self.inner), strict=True):
             check_unchanged(before, now)
 

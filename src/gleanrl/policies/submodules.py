@@ -21,7 +21,7 @@ _DEPTH = 3
 
 
 def selects(module: Any) -> bool:
-    """Tell whether a TensorDict sequence drops some of what its modules write."""
+    """Tell whether a TensorDict sequence drops some outputs of its modules."""
     return bool(vars(module).get("_select_before_return"))
 
 
@@ -88,7 +88,7 @@ def modules_of(policy: Any) -> Iterator[nn.Module]:
 
 
 def _captured(item: Any) -> Iterator[Any]:
-    """Yield what a callable that is no module holds and may call."""
+    """Yield the objects in a callable other than a module that it may call."""
     held = [getattr(item, "__self__", None), getattr(item, "func", None)]
     held += [cell.cell_contents for cell in getattr(item, "__closure__", None) or () if _full(cell)]
     if not isinstance(item, type) and callable(item):

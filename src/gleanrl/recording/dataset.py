@@ -34,11 +34,11 @@ LOCK = ".lock"
 NESTED = "nested"
 """The cards' name for further batch dimensions of nested entries."""
 NO_OBSERVATION = (*END_FLAGS, "step_count", "is_init", "reward")
-"""Last parts of keys that are at the root and under ``"next"`` and are no observations."""
+"""Last parts of keys, at the root and under ``"next"``, of entries other than observations."""
 OF_ENV = ("env_spec", "observation_space", "action_space")
 """The entries of cards about the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
-"""How a recording may have ended."""
+"""The ends of a recording."""
 
 
 def card(facts: Mapping[str, Any]) -> str:

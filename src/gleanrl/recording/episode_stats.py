@@ -40,7 +40,6 @@ class EpisodeStats:
     """
 
     def __init__(self) -> None:
-        """Start without episodes."""
         self.frames = 0
         """Frames seen."""
         self._open = np.empty(0, _RUN)

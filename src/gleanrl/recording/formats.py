@@ -15,11 +15,7 @@ FORMATS = {"tensordict": None, "minari": "minari", "parquet": "pyarrow"}
 
 
 def module_of(format: str) -> Any:
-    """Return the module ``in_FORMAT``: its ``write`` makes such a dataset, its ``parts`` read one.
-
-    Raises:
-        ConfigError: the format needs a package that is missing.
-    """
+    """Return the module ``in_FORMAT``, whose ``write`` makes a dataset and ``parts`` read one."""
     package = FORMATS[format]
     if package is not None:
         imported(package, format, f"a dataset in the format {format!r}")

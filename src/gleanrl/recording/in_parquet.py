@@ -52,11 +52,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(directory: Path, metadata: Metadata) -> list[ParquetPart]:
-    """Open the files of a dataset.
-
-    Raises:
-        TensorFileError: a file is not Parquet, or lacks columns.
-    """
+    """Open the files of a dataset."""
     names = sorted(path.name for path in (directory / DATA).glob("part-*.parquet"))
     return [ParquetPart(inside(directory, f"{DATA}/{name}"), metadata) for name in names]
 

@@ -167,11 +167,7 @@ class RawPart(Part):
     """Raw files of one directory: a whole dataset, or the part of one writer."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the card and check that the files exist and have the right size.
-
-        Raises:
-            TensorFileError: a file is missing, leads out of the directory or has another size.
-        """
+        """Read the card and check that the files exist and have the right size."""
         metadata = Metadata.read(directory)
         self.directory, self.facts = directory, metadata.facts
         files = self.files = metadata.files

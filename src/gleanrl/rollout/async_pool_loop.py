@@ -42,11 +42,7 @@ class AsyncPoolRollout(DenseRollout):
     def __init__(
         self, pool: AsyncPool, first: Window, policy: Policy, options: SourceOptions
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
-
-        Raises:
-            ConfigError: ``reset_at_each_iter``, or a dtype that numpy has none like.
-        """
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`."""
         if options.reset_at_each_iter:
             raise ConfigError(
                 "reset_at_each_iter would discard the steps of environments that are not first; "
@@ -105,11 +101,7 @@ class AsyncPoolRollout(DenseRollout):
         return replace(self._report(steps, discarded), frames=steps * self._width)
 
     def _ready_chunks(self, steps: int) -> Chunks:
-        """Return the chunks of rollouts of ``steps`` steps.
-
-        Raises:
-            ConfigError: rollouts had another length before.
-        """
+        """Return the chunks of rollouts of ``steps`` steps."""
         if self._chunks is None:
             size = self.num_envs, self._width, steps
             self._chunks = Chunks(*self._logged, self._arriving, size)

@@ -41,7 +41,7 @@ class Chunks:
         """Reserve memory, which is touched only as far as it is used.
 
         Args:
-            fields: What rows hold.
+            fields: The fields of rows.
             shifted: Root keys whose ``"next"`` value is the root value of the transition after it.
             arriving: Those of ``fields`` that tell how an environment got into the next row.
             size: ``N``, ``M`` and ``T``.
@@ -61,7 +61,7 @@ class Chunks:
         self.next_root = self._view(rows, 1)
         count = 2 * envs + width
         self._trash = count * steps
-        """The place of whatever is no part of a transition."""
+        """The place of data outside of transitions."""
         finals = [field for field in fields if field.key in shifted]
         stored = {f.key: f for f in (*fields, *(_next(field) for field in finals))}
         self._stored: dict[Key, Array] = {
@@ -140,9 +140,6 @@ class Chunks:
             count: Rows in which environments acted; one more shows those that are at hand then.
             ids: ``[count + 1, M]``, the environment of each entry.
             version: The version of the policy.
-
-        Raises:
-            EnvError: the pool answered for an environment that was not to take a step.
         """
         order, envs, first = self._in_order(ids[: count + 1].reshape(-1))
         width, own = self._width, envs[first]

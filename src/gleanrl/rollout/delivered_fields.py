@@ -61,8 +61,8 @@ class DeliveredFields:
         Args:
             env: The environment's side of a step.
             root: Root fields.
-            written: What the policy writes under ``"next"``, keys without it.
-            options: What the user asked for.
+            written: The policy's outputs under ``"next"``, keys without it.
+            options: The user's options.
             root_fields: Root fields that pass from one rollout to the next in rows.
             groups: Nested parts with a batch size of their own.
         """
@@ -285,7 +285,7 @@ def check_options(
     groups: Sequence[DoneGroup],
     written: Iterable[Key],
 ) -> None:
-    """Check the options against what the environment delivers and the policy writes."""
+    """Check the options against the entries of the environment and the policy's outputs."""
     delivered = {
         TRAJ_IDS: options.track_traj_ids,
         MASK: options.mask,

@@ -87,9 +87,9 @@ class DenseRollout(BaseSource):
 
         Args:
             env: Was reset once.
-            first: One step long: what that reset showed.
-            policy: What acts.
-            options: What the user asked for.
+            first: The observations of that reset; one step long.
+            policy: The acting policy.
+            options: The user's options.
         """
         self._env = env
         super().__init__(env, env.inner, policy.inner, options)
@@ -118,12 +118,10 @@ class DenseRollout(BaseSource):
         return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
 
     def layout(self) -> Layout:
-        """Describe one step."""
         layout = self._fields.layout
         return replace(layout, batch_shape=()) if self.options.drop_batch else layout
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Fill ``window`` with ``steps`` steps, fewer if ``stop`` is raised."""
         with self.rolling():
             policy = self._begin(window, random)
             act, step = self._clock.begin(policy.act, self._env.step)
@@ -133,17 +131,14 @@ class DenseRollout(BaseSource):
 
     @property
     def under_way(self) -> bool:
-        """Whether the environments take a step in another process."""
         return self._env.under_way
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait a moment for news of environments in other processes."""
         self._env.wait(seconds)
 
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
     ) -> Generator[JointAct | None, None, Report]:
-        """Collect like `collect`, but yield once the policy acts, and while environments step."""
         tracker, env = self.tracker, self._env
         with self.acting():
             self.make_consistent()
@@ -201,7 +196,6 @@ class DenseRollout(BaseSource):
         self.tracker.void(t, env, env in self._gone)
 
     def explain(self) -> str:
-        """Return the path of every part, with the reasons."""
         with self._exploration(), torch.no_grad():
             parts = self._policy.explain()
         rows = "rows: each field of a step is written to its place in the batch"
@@ -229,11 +223,7 @@ class DenseRollout(BaseSource):
 
 
 def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:
-    """Check that single environments can be reset if that is needed.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Check that single environments can be reset if that is needed."""
     if options.max_frames_per_traj is not None and not env.can_cut:
         raise ConfigError(
             f"max_frames_per_traj ({options.max_frames_per_traj}) needs to reset environments "

@@ -37,7 +37,7 @@ class Tracker:
         """Start at episode 0 of every environment, without other environments until `place`.
 
         Args:
-            envs: How many there are.
+            envs: The number of environments.
             max_frames: Steps after which an episode is cut.
             provided: Is told where episodes begin.
         """

@@ -1,7 +1,7 @@
 """The next-step hot loop: pools whose automatic reset costs a step, without delivering that step.
 
 The pool steps into a log of raw steps. Environments that ended spend their next step on the reset,
-so after ``T`` steps some have fewer than ``T`` transitions; the loop goes on until every one has as
+so after ``T`` steps some have fewer than ``T`` transitions; the loop steps until every one has as
 many. What the others have more is left in the log, with its own policy version, and is delivered
 first in the next rollout: the stream of every environment is gapless.
 """
@@ -115,7 +115,6 @@ class ResetTracker:
         return torch.from_numpy(self._born.copy())
 
     def load_state(self, state: torch.Tensor) -> None:
-        """Continue from a state of `state`."""
         self._born = state.numpy().copy()
 
     def restart(self, envs: Array | slice) -> None:
@@ -158,11 +157,7 @@ class PoolRollout(DenseRollout):
         policy: Policy,
         options: SourceOptions,
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`.
-
-        Raises:
-            ConfigError: a dtype that the log cannot hold, because numpy has none like it.
-        """
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`."""
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
@@ -178,7 +173,6 @@ class PoolRollout(DenseRollout):
         return Tracker(self.num_envs, self.options.max_frames_per_traj)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Fill ``window`` with ``steps`` real steps, fewer if ``stop`` is raised."""
         policy = self._random if random else self._policy
         log = self._log = self._ready_log(steps)
         with self.rolling():

@@ -62,13 +62,11 @@ class BaseSource:
 
     @property
     def memory(self) -> SharedMemory | None:
-        """Where windows should lie, for environments in other processes."""
         return self._envs.memory
 
     # -- weights and remote access -----------------------------------------------------------------
 
     def load(self, snapshot: Snapshot) -> None:
-        """Load weights of one or more models, for the next rollout."""
         models = {name: self._module(name) for name in snapshot.models}
         for name, weights in snapshot.models.items():
             check_weights(models[name], weights)
@@ -77,12 +75,7 @@ class BaseSource:
         self.policy_version = snapshot.version
 
     def describe_weights(self, model_id: str) -> Shapes:
-        """Return the shapes of the weights of a model, by dotted name.
-
-        Raises:
-            UnknownModelError: there is none of that id.
-            WeightsError: it is no module.
-        """
+        """Return the shapes of the weights of a model, by dotted name."""
         return shapes_of(self._module(model_id))
 
     def policy_state(self) -> dict[str, Any]:
@@ -101,17 +94,14 @@ class BaseSource:
         )
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Resolve ``path`` (from ``env``, ``policy`` and so on) and call the object."""
         return paths.call(self, path, args, kwargs)
 
     def get(self, path: str) -> Any:
-        """Return the object at ``path``."""
         return paths.resolve(self, path)
 
     # -- what environments and counters have in common ---------------------------------------------
 
     def place(self, base: int, stride: int) -> None:
-        """Number the environments among those of all workers."""
         self.tracker.place(base, stride)
 
     @contextmanager
@@ -144,7 +134,7 @@ class BaseSource:
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do nothing: no step goes on."""
+        """Do nothing, because no step is under way."""
 
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
@@ -154,7 +144,6 @@ class BaseSource:
         yield
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
-        """Fill ``window``; see `Source`."""
         raise NotImplementedError
 
     def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
@@ -174,7 +163,6 @@ class BaseSource:
         )
 
     def reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
-        """Reset environments; they start new trajectories."""
         chosen = None if self.inconsistent else envs
         self.inconsistent = True
         with self.streams.active():
@@ -185,7 +173,6 @@ class BaseSource:
         raise NotImplementedError
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
-        """Seed everything and reset; returns the last seed an environment got."""
         with preserved():  # some environments seed torch's global generator as well
             last = self._envs.seed(seed, static)
         self.streams.seed(seed if stream is None else stream)
@@ -193,7 +180,7 @@ class BaseSource:
         return last
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return counters, streams, version, the environment's state, and what it is amid."""
+        """Return counters, streams, version, the environment's state and the running episodes."""
         return {
             "env": self._envs.state(),
             "tracker": self.tracker.state(),
@@ -203,7 +190,7 @@ class BaseSource:
         }
 
     def _episodes(self, allow_pickle: bool) -> dict[str, Any]:
-        """Return what running episodes need to continue, or why they cannot."""
+        """Return the state of the running episodes, or why they cannot continue."""
         if self.inconsistent:
             return {"why": "the last rollout failed", "pickle": False}
         try:
@@ -215,11 +202,6 @@ class BaseSource:
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
     ) -> str | None:
-        """Restore a state from `state`; return why environments begin new episodes, if they do.
-
-        Raises:
-            ConfigError: the state is that of another number of environments.
-        """
         self.tracker.check_state(state["tracker"])
         self._envs.load_state(state["env"], strict)
         self.policy_version = int(state["policy_version"])
@@ -251,7 +233,6 @@ class BaseSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the environments."""
         self._envs.close()
 
     def _exploration(self) -> Any:

@@ -62,11 +62,7 @@ class SourceBuilder:
     options: SourceOptions
 
     def __call__(self, worker: int) -> Source:
-        """Call ``init_fn``, then build the source. Random states are restored.
-
-        Raises:
-            ConfigError: options the environment cannot honour.
-        """
+        """Call ``init_fn``, then build the source. Random states are restored."""
         if self.options.init_fn is not None:
             self.options.init_fn()
         streams = Streams()
@@ -207,7 +203,7 @@ class SourceBuilder:
 
 
 def _why_not_passed(made: TransformedRows, layout: EnvLayout, written: list[Key]) -> str | None:
-    """Have ``made`` pass on what the policy writes for the next step; return why it does not."""
+    """Have ``made`` pass on the policy's outputs for the next step; return why it does not."""
     if lost := [format_key(key) for key in written if key not in layout.passed]:
         return (
             f"the policy writes {', '.join(lost)}, which compact_obs leaves out, or whose first "

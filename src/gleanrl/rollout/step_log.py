@@ -52,7 +52,7 @@ class StepLog:
         """Reserve memory, which is touched only as far as it is used.
 
         Args:
-            fields: What the log holds.
+            fields: The fields of the log.
             shifted: Root keys whose ``"next"`` value is delivered from the root row that follows.
             envs: Environments, ``P``.
             steps: Steps of one rollout, ``T``.

@@ -18,7 +18,6 @@ class StepClock:
     """Measures the calls of some rollouts one by one."""
 
     def __init__(self, envs: EnvBatch | TensorDictHandle) -> None:
-        """Start before the first rollout of ``envs``."""
         self._envs, self._rollouts = envs, 0
         self.seconds: list[float] | None = None
         """The seconds of environment and policy in the last rollout, if they were measured, and

@@ -114,11 +114,9 @@ class TensorDictRollout(BaseSource):
         )
 
     def layout(self) -> Layout | None:
-        """Describe one step; ``None`` if rollouts travel as payloads."""
         return self._fields.layout if self._has_layout else None
 
     def collect(self, window: Window | None, steps: int, stop: Stop, random: bool) -> Report:
-        """Take ``steps`` steps, fewer if ``stop`` is raised."""
         recorder, policy = self._recorder, self._actor.policy
         with self.rolling():
             act = self._act

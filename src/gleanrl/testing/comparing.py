@@ -18,7 +18,7 @@ def require_same(one: Any, other: Any, name: str, message: str) -> None:
 
 @contextmanager
 def failing(what: str) -> Iterator[None]:
-    """Raise errors of this library in the block as `CheckFailed`; they say what to do."""
+    """Raise errors of this library in the block as `CheckFailed`."""
     try:
         yield
     except CheckFailed:

@@ -27,12 +27,11 @@ def check_resume(
     run did after it.
 
     Args:
-        env: An id, a callable, or a Gymnasium environment, of which copies are used. It must pass
-            `check_env`.
+        env: As for `check_policy`.
         policy: Anything that a collector takes; random actions by default.
         steps: The frames of a batch.
         seed: The seed of the run.
-        allow_pickle: Whether parts that are no plain data are pickled, as in `Collector.save`.
+        allow_pickle: Pickle parts other than plain data, as in `Collector.save`.
 
     Raises:
         CheckFailed: it says what is wrong, where, and what to do.

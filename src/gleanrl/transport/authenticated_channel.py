@@ -56,7 +56,8 @@ class Channel:
     """One end of a stream socket that carries frames. Owns the socket.
 
     A frame travels as records: length, tag, bytes. Records on this machine have no tag. The tags of
-    a connection that leaves it authenticate every record and its place among all.
+    a connection that leaves it authenticate every record and its place among all. When the other
+    side is gone, sending raises `ConnectionError` and reading `EOFError`.
     """
 
     def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes] | None = None) -> None:
@@ -87,11 +88,7 @@ class Channel:
         return bool(self._out)
 
     def post(self, frame: bytes) -> bool:
-        """Send ``frame`` as far as the other side takes it; tell whether `flush` has to send more.
-
-        Raises:
-            ConnectionError: the other side is gone.
-        """
+        """Send ``frame`` as far as the other side takes it; tell whether more is to be sent."""
         size = len(frame)
         if size <= _RECORD:
             self._out.append(memoryview(self._head(size, frame) + frame))
@@ -105,16 +102,12 @@ class Channel:
         return bool(self._out)
 
     def _head(self, length: int, part: bytes | memoryview) -> bytes:
-        """Return what comes before the bytes of a record."""
+        """Return the header of a record."""
         tag = b"" if self._sends is None else self._sends.tag(length, part)
         return _LENGTH.pack(length) + tag
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken.
-
-        Raises:
-            ConnectionError: the other side is gone.
-        """
+        """Send waiting bytes, as far as the other side takes them."""
         while self._out:
             try:
                 sent = self._socket.send(self._out[0])
@@ -127,11 +120,7 @@ class Channel:
                 self._out.popleft()
 
     def send(self, frame: bytes) -> None:
-        """Send ``frame``, waiting until the other side has taken it.
-
-        Raises:
-            ConnectionError: the other side is gone.
-        """
+        """Send ``frame``, waiting until the other side has taken it."""
         self.post(frame)
         while self._out:
             self._writable.poll()
@@ -163,7 +152,7 @@ class Channel:
         raise EOFError("the other side is gone")
 
     def _cut(self) -> list[bytes]:
-        """Take the whole frames out of what has come."""
+        """Take the whole frames out of the received bytes."""
         frames: list[bytes] = []
         start = 0
         while len(self._in) - start >= self._start:
@@ -198,11 +187,7 @@ class Channel:
         return hmac.compare_digest(tag, self._receives.tag(length, part))
 
     def wait(self) -> list[bytes]:
-        """Wait for at least one whole frame and return what has come.
-
-        Raises:
-            EOFError: the other side is gone.
-        """
+        """Wait for at least one whole frame; return all that have come."""
         while not (frames := self.read()):
             self._readable.poll()
         return frames
@@ -213,11 +198,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def keep_alive(self, timeout_s: float) -> None:
-        """Have the kernel end a connection over TCP when the other host is gone.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """Have the kernel end a connection over TCP when the other host is gone."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         every = int(min(max(1.0, timeout_s / 4), 32767))

@@ -103,7 +103,7 @@ _TAKEN = attrgetter("taken")
 
 
 class JointBackend(InlineBackend):
-    """Rollouts that go on at their own pace, and a policy that acts for all that wait for it."""
+    """Rollouts that run at their own pace, and a policy that acts for all that wait for it."""
 
     def __init__(self, open_window: OpenWindow, stop: Stop, sizes: CallSizes) -> None:
         """Act for as many environments at once as ``sizes`` says."""

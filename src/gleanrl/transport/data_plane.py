@@ -1,4 +1,4 @@
-"""How the tensors of rollouts and weights travel between the learner and its nodes, and land.
+"""The transfer of the tensors of rollouts and weights between the learner and its nodes.
 
 Commands and replies travel on each node's connection. Data travel between two `Pair`s that a
 `DataPlane` makes: one in the learner, which receives rollouts and sends weights, and one in the
@@ -43,11 +43,7 @@ class Pair(Protocol):
     """One side of the way for data, on which the first tensor sent is the first received."""
 
     def send(self, tensor: torch.Tensor) -> Transfer:
-        """Begin to send ``tensor``, which must not change until the transfer is finished.
-
-        Raises:
-            RuntimeError: the other side is gone.
-        """
+        """Begin to send ``tensor``, which must not change until the transfer is finished."""
 
     def receive(self, tensor: torch.Tensor) -> Transfer:
         """Begin to receive into ``tensor`` (uint8), which is whole once that is finished.
@@ -174,7 +170,7 @@ class Landing:
         return int(self._mark[0])
 
     def settle(self) -> None:
-        """Copy the fields that were received beside the window."""
+        """Copy the fields that were received outside of the window."""
         for target, source in self._copied:
             target.copy_(source)
 

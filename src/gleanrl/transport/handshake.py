@@ -57,11 +57,7 @@ class Invitation:
 
 
 def new_secret() -> bytes:
-    """Return a secret for one collector: the user's, if there is one, or a new one.
-
-    Raises:
-        ConfigError: that in the environment is too short.
-    """
+    """Return a secret for one collector: the user's, if there is one, or a new one."""
     given = os.environ.get(SECRET)
     return secrets.token_hex(32).encode() if given is None else secret_from(given)
 
@@ -102,10 +98,10 @@ def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadli
 
     Args:
         sock: The connection; it stays the caller's.
-        secret: The node has to know it.
+        secret: The secret that the node must know.
         timeout_s: Told to the node: seconds without a sign of life after which either side takes
             the other for gone.
-        deadline: The node has to have authenticated by then.
+        deadline: The time by which the node must have authenticated.
     """
     mine = secrets.token_bytes(_NONCE)
     _send(sock, _MAGIC + mine, deadline)

@@ -1,4 +1,4 @@
-"""How nodes join: they connect to one port, authenticate, and are brought up."""
+"""The joining of nodes, which connect to one port, authenticate, and are brought up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gleanrl.transport.handshake import Guest, HandshakeError, Invitation, admit
 from gleanrl.transport.launchers import Launcher
 
 _LOOK_S = 0.2
-"""Seconds between two looks at what became of nodes that have not joined yet."""
+"""Seconds between two looks at nodes that have not joined yet."""
 _INTRODUCTION_S = 2.0
 """Seconds a stranger on the port may take to show that it is a node."""
 _NAP_S = 0.05
@@ -85,9 +85,6 @@ class NodeAdmitter:
 
         ``heartbeat`` is told to nodes (see `NetworkBackend`); a node may take ``timeout_s`` seconds
         to join, and then to be up.
-
-        Raises:
-            ConfigError: no port is free, or the secret in the environment is too short.
         """
         self._secret = new_secret()
         self.listener = _listen(host, ports)
@@ -108,7 +105,7 @@ class NodeAdmitter:
     # -- for the learner -------------------------------------------------------------------------
 
     def launch_first(self, count: int) -> None:
-        """Have nodes 0 to ``count - 1`` started, all at once; raises what their launcher raises.
+        """Have nodes 0 to ``count - 1`` started, all at once; raises the launcher's errors.
 
         They have no deadline of their own: the learner has one.
         """
@@ -117,7 +114,7 @@ class NodeAdmitter:
         self._start(self._admit_loop)
 
     def invitation(self, node: int) -> Invitation:
-        """Return what node ``node`` needs to find this port and to be let in."""
+        """Return the address, the secret and the number with which ``node`` can join."""
         host, port = self.listener.getsockname()[:2]
         return Invitation(host, port, node, self._secret, self._timeout_s)
 

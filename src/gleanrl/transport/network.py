@@ -56,11 +56,7 @@ class Node(ChannelPeer):
     """A node, seen from the learner."""
 
     def __init__(self, guest: Guest, backend: NetworkBackend) -> None:
-        """Take over the connection of ``guest``, which was let in.
-
-        Raises:
-            OSError: the connection has ended.
-        """
+        """Take over the connection of ``guest``; raise `OSError` if it has ended."""
         sock = guest.sock
         super().__init__(guest.node, Channel(sock, guest.keys))
         self.channel.keep_alive(backend.timeout_s)
@@ -68,7 +64,7 @@ class Node(ChannelPeer):
         self.address: str = sock.getpeername()[0]
         self.own_address = str(sock.getsockname()[0])
         self.silence = Deadline(backend.timeout_s)
-        """The time until which it has to give a sign of life."""
+        """The time by which it must give a sign of life."""
         self.end_reason: str | None = None
         """The reason for its end, given by the node or by this side."""
         self.replies: deque[bytes] = deque()
@@ -88,7 +84,7 @@ class Node(ChannelPeer):
     # -- joining ---------------------------------------------------------------------------------
 
     def bring_up(self, life: int) -> None:
-        """Tell the node what to be and agree on how data travel; wait until a replacement is up.
+        """Boot the node and make its `Pair` for data; wait until a replacement is up.
 
         The wait has no deadline of its own: giving the node up hangs up on it.
 
@@ -115,12 +111,7 @@ class Node(ChannelPeer):
         self.channel.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Return the node's value of ``key``; other frames are kept for later.
-
-        Raises:
-            CollectorTimeout: none came in time.
-            EOFError: the node is gone.
-        """
+        """Return the node's value of ``key``; other frames are kept for later."""
         self._read_until(lambda: key in self._keys, self._backend.timeout_s)
         return self._keys[key]
 
@@ -153,7 +144,6 @@ class Node(ChannelPeer):
             self.channel.post(frame)
 
     def flush(self) -> None:
-        """Send what waits, as far as it is taken."""
         with self._sending:
             super().flush()
 
@@ -274,11 +264,7 @@ class FlatWeightPublisher:
         """Per node, the publication that it was sent last."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, and begin to send them.
-
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
-        """
+        """Copy ``tensors``, in the order of ``ref``, and begin to send them."""
         check_fit(self.ref, tensors)
         with Deferred():  # a frame that is sent in part, or twice, ends the connection
             buffer = self._unused()
@@ -348,9 +334,6 @@ class NetworkBackend(ChannelBackend[Node]):
             timeout_s: Seconds without a sign of life after which a node counts as dead.
             start_timeout: Seconds all nodes together may take to join.
             replaces: Whether `replace` will be called: the port stays open for that.
-
-        Raises:
-            ConfigError: the port cannot be listened on.
         """
         super().__init__()
         self.open_window, self.launcher, self.timeout_s = open_window, launcher, timeout_s
@@ -373,12 +356,6 @@ class NetworkBackend(ChannelBackend[Node]):
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        """Have one node started per factory, and let them in.
-
-        Raises:
-            ConfigError: a factory cannot be sent to another process.
-            WorkerDied: a node ended before it joined.
-        """
         self._factories = pickled_each(factories)
         self.admitter.launch_first(len(factories))
         self._poller.register(self.admitter.bell, select.EPOLLIN)

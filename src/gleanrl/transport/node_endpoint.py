@@ -81,7 +81,6 @@ class NodeConnection:
             self._channel.send(frame)
 
     def answer(self, reply: m.Reply) -> None:
-        """Send a reply."""
         if isinstance(reply, m.Rolled) and reply.report.payload is not None:
             # It may be more than the connection holds, and the learner may be away for long.
             self._patient = True
@@ -100,7 +99,6 @@ class NodeConnection:
         self.send(key_frame(key, value))
 
     def key(self, key: str) -> bytes:
-        """Wait for the learner's value of ``key``."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._keys, self._timeout_s):
                 raise GleanError(f"the learner did not answer for {self._timeout_s} s")

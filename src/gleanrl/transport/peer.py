@@ -173,7 +173,7 @@ class ChannelBackend(RemoteBackend[C]):
         """Workers that are waited for, by descriptor."""
 
     def _watch(self, peer: C) -> None:
-        """Wait for what ``peer`` sends, and for room if something is still to be sent to it."""
+        """Wait for frames of ``peer``, and for room if frames for it are waiting."""
         fd = peer.channel.fileno()
         wanted = select.EPOLLIN | (select.EPOLLOUT if peer.channel.pending else 0)
         if not peer.watched_for:

@@ -90,11 +90,7 @@ class _Capturing(_Pickler):
 
 
 def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME) -> list[bytes]:
-    """Return the factory of every worker as bytes.
-
-    Raises:
-        ConfigError: one cannot be sent, or there is no memory for all of them, here and in workers.
-    """
+    """Return the factory of every worker as bytes."""
     first = pickled(0, factories[0], worker_name)
     count = len(factories)
     advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"
@@ -135,7 +131,7 @@ _dump = functools.partial(dumps, pickler=_Capturing)
 
 
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
-    """Follow what cannot be pickled to the innermost part that cannot."""
+    """Find the innermost part that cannot be pickled."""
     path = ""
     for _ in range(_DEEPEST):
         for name, part in _parts(value):
@@ -150,7 +146,7 @@ def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Name what ``value`` is made of, the way a user would find it."""
+    """Name the parts of ``value``, the way a user would find them."""
     if isinstance(value, functools.partial):
         yield from ((f".args[{i}]", arg) for i, arg in enumerate(value.args))
         yield from ((f".keywords[{name!r}]", arg) for name, arg in value.keywords.items())

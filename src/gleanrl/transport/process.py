@@ -81,7 +81,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             threads: torch threads of each worker.
             start_timeout: Seconds in which a process must start, and in which a replacement must
                 build its environments.
-            replaces: Whether `replace` will be called: then what workers start from is kept.
+            replaces: Whether `replace` will be called. The factories of workers are then kept.
             affinity: The processors that each worker may use; all by default.
             worker_name: See `Backend`.
         """

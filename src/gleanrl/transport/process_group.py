@@ -3,7 +3,7 @@
 torch.distributed is used without its global state, because a learner may have a default group of
 its own. The two sides find each other through messages on the connection, so that no further port
 is fixed. gloo listens on a port of its own, on the connection's interface only, without
-authentication: between hosts, a firewall has to keep strangers out.
+authentication, so between hosts a firewall must keep strangers out.
 """
 
 from __future__ import annotations

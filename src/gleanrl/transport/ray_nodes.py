@@ -30,11 +30,7 @@ _OURS = ("concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "m
 
 
 def require_ray() -> Any:
-    """Return the ``ray`` module.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return the ``ray`` module."""
     return imported("ray", "ray", "collecting with Ray", ImportError)
 
 
@@ -48,11 +44,7 @@ class Session:
         """Ray's node id, which a Ray that is started later does not have."""
 
     def enter(self, user: object, config: Mapping[str, Any] | None) -> None:
-        """Connect to Ray unless this process is connected; ``config`` are arguments for that.
-
-        Raises:
-            ConfigError: the cluster that Ray would join does not answer.
-        """
+        """Connect to Ray unless this process is connected; ``config`` are arguments for that."""
         ray = require_ray()
         with self._lock:
             if not ray.is_initialized():
@@ -137,9 +129,6 @@ class RayActors:
         Args:
             init: Arguments of `ray.init`, if the collector calls it.
             options: Per node, options of its actor (``num_cpus``, ``num_gpus``, …).
-
-        Raises:
-            ImportError: Ray is not installed.
         """
         self.ray, self._options, self._owner = require_ray(), options, os.getpid()
         self._actors: dict[int, tuple[Any, Any]] = {}

@@ -48,7 +48,7 @@ class RemoteError:
 
 
 def raised(worker: str, remote: RemoteError) -> BaseException:
-    """Return what ``worker`` raised as an error of both its own class and `WorkerError`."""
+    """Return an exception of ``worker`` as an error of both its own class and `WorkerError`."""
     said = remote.message if remote.passed_on else f"raised {remote.kind}: {remote.message}"
     headline = f"{worker}{':' if remote.passed_on else ''} {said}"
     text = headline

@@ -46,7 +46,7 @@ class Verifiable(abc.ABC):
 
     @abc.abstractmethod
     def verify(self, command: m.Verify) -> str | None:
-        """Return what `difference` returns where the environments are. Internal to the package."""
+        """Return the result of `difference` where the environments are. Internal to the package."""
 
 
 def difference(

@@ -34,7 +34,7 @@ _COLLECT = struct.Struct("=cqiiq?")
 _ROLLED = struct.Struct("=cqiqqqqq9d")
 """Numbers of a report; which episodes ended follows."""
 _HEAD = struct.Struct("=cqi")
-"""How every frame begins: its kind, the ticket, and in replies the worker (in commands, a slot)."""
+"""The beginning of a frame: its kind, the ticket, and in replies the worker (else a slot)."""
 _C, _R, _P = b"C", b"R", b"P"
 
 

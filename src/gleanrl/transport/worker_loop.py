@@ -72,7 +72,7 @@ class Worker:
         """Of environment and policy in the time of the last rollout that was measured."""
 
     def ready(self) -> m.Ready:
-        """Say what one step looks like."""
+        """Return the layout of one step."""
         process = os.getpid(), platform.node()
         return m.Ready(self._index, self.source.layout(), process=process)
 
@@ -283,7 +283,7 @@ class Boot:
     life: int = 0
     """How often this worker was lost before."""
     connect: Connect | None = None
-    """Makes a node's side of what carries data."""
+    """Makes a node's side of the transport of data."""
     surroundings: Surroundings | None = None
     """Of the learner, where the worker takes them over."""
     processors: Processors | None = None

@@ -269,7 +269,7 @@ def _inherited(stream: TextIO | None) -> int | None:
 
 
 def main(fd: int, owner: int = -1) -> None:
-    """Import what workers need, then fork on request until the learner is gone.
+    """Import the modules of workers, then fork on request until the learner is gone.
 
     ``owner`` is a descriptor that tells when the learner's process ends; -1 for none.
     """
@@ -297,7 +297,7 @@ def main(fd: int, owner: int = -1) -> None:
 
 
 def preload(*others: Callable[[], None]) -> None:
-    """Import what workers need.
+    """Import the modules of workers.
 
     The garbage collector is off meanwhile, because it would take a third of the time. Later
     collections leave out the imported objects, which saves time in workers, and pages in forks.
@@ -457,7 +457,7 @@ class _Zygote:
         _Zygote(socket.socket(fileno=fd), owner, self._works).run()
 
     def _leave(self) -> None:
-        """Let go of what only the process that forked this one may use."""
+        """Give up signal handlers and descriptors of the process that forked this one."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._requests):

@@ -193,7 +193,6 @@ class Loggers:
     """The loggers of a collector. One that raises is left out from then on, with a warning."""
 
     def __init__(self, loggers: LogFunction | Sequence[LogFunction] | None) -> None:
-        """Take one, several or none."""
         several = loggers if isinstance(loggers, list | tuple) else (loggers,)
         self.active = [logger for logger in several if logger is not None]
         """Those that have not raised."""

@@ -93,7 +93,6 @@ class Measures:
     _lock: threading.RLock
 
     def __init__(self, workers: int) -> None:
-        """Start with nothing from ``workers`` workers."""
         guarded(self)  # reentrant: a signal handler may ask in the thread that adds
         self._settling = False
         self._waiting: deque[_Batch] = deque()
@@ -228,7 +227,7 @@ class Measures:
     def stats(self, worker: int | None = None, *, newest: bool = True) -> dict[str, float]:
         """Return rates, episodes, shares of time and the age of weights, of one worker or all.
 
-        Those of one worker contain its frames, its rollouts and its policy version, too. If not all
+        Those of one worker also contain its frames, rollouts and policy version. If not all
         batches need to count (``newest``), numbers of the last two seconds will do: adding them up
         takes another thread three times as long as the one that collects, and has them cached.
         """

@@ -96,7 +96,7 @@ def episode_plots(frames: Array, returns: Array, lengths: Array, every: int = 1)
     """Return plots of episodes.
 
     Args:
-        frames: How many frames had been collected when each ended, ``[N]``.
+        frames: The number of frames that had been collected when each ended, ``[N]``.
         returns: ``[N]``.
         lengths: Steps, ``[N]``.
         every: Of how many episodes each is one.
@@ -212,11 +212,7 @@ class _Axis:
 
 
 def save(path: str | Path, page: Page) -> None:
-    """Write ``page`` to ``path``; replace an existing file at once.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``page`` to ``path``; replace an existing file at once."""
     tensor_files.replace(Path(path), render(page))
 
 

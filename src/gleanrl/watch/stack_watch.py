@@ -13,7 +13,7 @@ from typing import Any
 from gleanrl.core.options import warn
 
 _LOOKS = 8
-"""How often a call is looked at before it is late."""
+"""The number of looks at a call before it is late."""
 
 
 class StackWatch:

@@ -111,11 +111,7 @@ def _folder() -> Path:
 
 
 def _living(folder: Path) -> list[Path]:
-    """Return the files of processes that are alive; remove those of processes that ended.
-
-    Raises:
-        OSError: it cannot be used.
-    """
+    """Return the files of processes that are alive; remove those of processes that ended."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise StatusError(

@@ -33,11 +33,7 @@ class Timeline:
     """
 
     def __init__(self, path: str | Path, title: str, workers: Sequence[str]) -> None:
-        """Begin a trace of ``workers``, which are named.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Begin a trace of ``workers``, which are named."""
         self._lock = threading.Lock()
         self._file = Path(path).open("w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
         self._began = monotonic()
@@ -131,11 +127,7 @@ class Timeline:
         self._write(self._slice(0, "publish weights", requested, monotonic(), args))
 
     def close(self) -> None:
-        """Complete the file. Idempotent.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Complete the file. Idempotent."""
         with self._lock:
             if not self._file.closed:
                 end = self._slice(0, "learner", self._delivered, monotonic())

@@ -40,11 +40,7 @@ class Watching:
     """
 
     def __init__(self, name: str, progress: bool | str, logger: Any) -> None:
-        """Take the arguments ``progress`` and ``logger`` of the collector called ``name``.
-
-        Raises:
-            ConfigError: a logger that cannot be called.
-        """
+        """Take the arguments ``progress`` and ``logger`` of the collector called ``name``."""
         self._name = name
         self._label = name if progress is True else progress or ""
         self._loggers = Loggers(logger)
@@ -64,7 +60,7 @@ class Watching:
             raise
 
     def begin(self, engine: Engine, counts: FrameCounts, status: Callable[[], Status]) -> None:
-        """Begin: the workers of ``engine`` are up. ``status`` returns what `status` does."""
+        """Begin: the workers of ``engine`` are up. ``status`` returns the collection's status."""
         self._engine, self._counts, self._started = engine, counts, time.time()
         self._last = math.inf if counts.limits.total_frames is None else counts.limits.total_frames
         self.measures = Measures(engine.workers)

@@ -7,11 +7,7 @@ A buffer, which is sent as it is to workers that share no memory with the learne
 In shared memory neither side waits. A counter of publications lies before three buffers.
 Publication n goes into the buffer after that of publication n - 1. The buffer is marked with 2n - 1
 before and with 2n afterwards; then the publication is counted. A reader copies the newest buffer
-and looks afterwards whether its mark has changed meanwhile. With three buffers that takes three
-publications during one copy, so a retry is rare.
-
-The words are 64-bit and aligned. Where the processor reorders stores or loads, `fence` keeps them
-apart from what they announce.
+again if its mark has changed meanwhile. `fence` orders marks and data for the processor.
 """
 
 from __future__ import annotations
@@ -124,9 +120,6 @@ class SharedWeightPublisher:
 
         A sequence that is given again, the same object, must have the same tensors over the same
         memory as before: only their values are read anew.
-
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
         """
         if tensors is not self._known:
             self._look_at(tensors)

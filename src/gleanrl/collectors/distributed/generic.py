@@ -154,7 +154,7 @@ def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
 
     Args:
         arguments: All arguments.
-        functions: What each node collects from.
+        functions: The environments of each node.
     """
     kind, each = _read_class(arguments["collector_class"]), arguments["num_workers_per_collector"]
     if kind is Collector and each > 1:

@@ -59,11 +59,8 @@ class RayCollector(BaseCollector):
             **kwargs: See `gleanrl.collectors.arguments.RayArguments`.
 
         Raises:
-            ConfigError: an argument is wrong or contradicts another (a `ValueError`).
             ImportError: Ray is not installed.
-            WorkerError: an exception of an actor; it is an instance of its own class as well.
-            WorkerDied: an actor died while starting.
-            CollectorTimeout: actors did not come up in time.
+            Exception: as `DistributedCollector`.
         """
         super().__init__(create_env_fn, policy, kwargs)
         require_ray()

@@ -129,9 +129,6 @@ def make_tensordict_env(
         factory: An id or a callable.
         kwargs: The arguments of the callable.
         storing: How the data of a Gymnasium environment are stored.
-
-    Raises:
-        UnknownEnvError: an id that is not registered.
     """
     made, storing = build(factory, kwargs), storing or GymOptions()
     if isinstance(made, gym.Env) and not is_tensordict_env(made):

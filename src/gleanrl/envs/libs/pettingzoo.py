@@ -179,12 +179,7 @@ class PettingZooRows(EnvRows):
         options: _Options,
         face: EnvBase | None = None,
     ) -> None:
-        """Take over ``games``, which were reset, out of the user's environment ``face``.
-
-        Raises:
-            ConfigError: agents of one group that differ.
-            EnvError: an observation that its space does not declare.
-        """
+        """Take over ``games``, which were reset, out of the user's environment ``face``."""
         self.games, self.face, self.options = games, face, options
         self.stateful = list(games)
         self._groups = [
@@ -428,7 +423,7 @@ class _Agents:
         self._allowed: dict[int, Array] = {}
         """By game, the currently allowed actions, ``[n_agents, n_actions]``."""
         self.acted = self._of_agents(self._decode.specs)
-        """The specs of actions, which hold what is currently allowed."""
+        """The specs of actions, with the masks of actions that are allowed now."""
         if size is not None:
             allowed = np.ones((len(games), len(agents), *size), bool)
             self._allowed = {id(game): own for game, own in zip(games, allowed, strict=True)}
@@ -448,7 +443,6 @@ class _Agents:
         return {(self.name, *key): spec.expand(n, *spec.shape) for key, spec in specs.items()}
 
     def begin(self, window: Window) -> None:
-        """Bind to the actions in ``window``."""
         self._rows = [window.rows(key) for key in self.acted]
 
     def add_moves(self, moves: Sequence[Moves], t: int) -> None:
@@ -476,7 +470,7 @@ class _Agents:
             data[self.name, *ALLOWED] = np.stack([self._allow(game) for game in games])
 
     def _allow(self, game: _Game) -> Array:
-        """Note what is allowed in ``game`` now.
+        """Note the actions that are allowed in ``game`` now.
 
         Agents that do not act, or have no choice, may do anything: something must be drawn.
         """

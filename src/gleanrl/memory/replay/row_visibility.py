@@ -1,15 +1,8 @@
 """Complete rows of a ring: one writer at a time, safe against death at any instant.
 
 Every row has one word, its *sequence number*: positive when the row is complete, negative while it
-is being written, zero when it holds nothing. Positions only grow and a sequence number holds its
-position, so a word never has the same value twice: a reader that finds the same number before and
-after copying a row has copied a complete row. The words lie in shared memory if the rows do.
-
-A writer keeps the lock while it copies rows. So a process that enters and finds negative numbers
-and an operation in the header knows that a killed process left them: it completes the rows whose
-copying had ended, and forgets all others.
-
-Readers take no lock: `fence` keeps their copying between their two looks at the sequence numbers.
+is being written, zero when it holds nothing. It contains the row's position, and lies in shared
+memory if the rows do. docs/decisions.md ("Replay") says how readers and writers use it.
 """
 
 from __future__ import annotations

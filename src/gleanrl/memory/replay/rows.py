@@ -339,7 +339,7 @@ class Rows:
         return self.layout.nbytes * self.slots + used
 
     def parts(self, ring: RingIndex, take_room: TakeRoom) -> list[SuccessorLinks | FrameStore]:
-        """Return what stores the entries that are not stored as they are."""
+        """Return the stores of the entries that are not stored as they are."""
         parts: list[SuccessorLinks | FrameStore] = []
         if self.owners is not None:
             parts.append(SuccessorLinks(self, self.owners, ring, take_room))

@@ -131,9 +131,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the states of storage, sampler and generator; the tensors are mapped files.
 
     Nothing is unpickled, and no file outside ``path`` is opened.
-
-    Raises:
-        ConfigError: there is no such buffer, or its files contradict their description.
     """
     root = Path(path)
     while True:

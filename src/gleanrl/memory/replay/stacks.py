@@ -35,11 +35,7 @@ class Stack:
 
     @classmethod
     def of(cls, fields: Mapping[Key, Field], key: Key, size: int) -> Stack:
-        """Find the entries, and their dimension of frames.
-
-        Raises:
-            ConfigError: there is no such entry, or it is no stack of so many frames.
-        """
+        """Find the entries, and their dimension of frames."""
         field = fields.get(key)
         if field is None:
             raise ConfigError(
@@ -118,14 +114,9 @@ def words(values: torch.Tensor) -> Any:
 class FrameStore:
     """Stores the frames of stacks, and points to them from rows.
 
-    A frame is not stored again if the very bits are among the frames that were stored last. These
-    are found by a hash, and compared, so no sample differs from the data that was stored. Where
-    stacks do not continue one another, there are more frames, and the memory grows.
-
-    A frame's owner is the newest row that points to it. Its place is free when that row was
-    overwritten, because older rows are overwritten before. Rows that a killed process never
-    completed may own frames of older rows, whose places would be free too early. So a word tells
-    the newest row that owners know of; if it was not completed, owners are found anew.
+    A frame with the same bits as one of the last stored frames is not stored again. A frame's owner
+    is the newest row that points to it. A word has the newest row that owners know of; if that row
+    was not completed, owners are found anew. docs/decisions.md ("Replay") has the reasons.
     """
 
     def __init__(

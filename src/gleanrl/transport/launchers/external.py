@@ -124,11 +124,6 @@ class TorchrunLauncher:
     """Tells the other ranks where the learner is."""
 
     def __init__(self) -> None:
-        """Read the environment.
-
-        Raises:
-            ConfigError: this process was not started by torchrun.
-        """
         self._job = _Job()
         self._store: Any = None
 

@@ -158,7 +158,7 @@ class Jobs:
         return f"{name} {told}" + (f"; the last line of its log is {tail!r}" if tail else "")
 
     def result(self, index: int, what: str) -> Any:
-        """Wait for the end of job ``index``, named ``what``; return what its function returned."""
+        """Wait for the end of job ``index``, named ``what``; return the result of its function."""
         while (reason := self.outcome(index, _PAUSE_S)) is None:
             pass
         job = self._jobs[index]
@@ -343,7 +343,6 @@ class DelayedLauncher:
     """In a main job: invites the nodes that wait for it, once."""
 
     def __init__(self) -> None:
-        """Find the nodes."""
         if _main_job is None:
             raise ConfigError(
                 "launcher='submitit_delayed' is for collectors built in a function that "
@@ -425,7 +424,7 @@ class submitit_delayed_launcher:  # the name that users know
         return Jobs(self._main, "submitit_main_conf"), nodes
 
     def __call__(self, main: Callable[[], R]) -> Callable[[], R]:
-        """Return what submits ``main`` and its nodes."""
+        """Return the function that submits ``main`` and its nodes."""
 
         @functools.wraps(main)
         def submitted() -> R:
