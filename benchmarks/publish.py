@@ -38,13 +38,22 @@ def take(name: str, results: Sequence[Path]) -> None:
     runs = [json.loads(file.read_text()) for file in results]
     path = PUBLISHED / f"{name}.json"
     if name == "scripts":
-        path.write_text(json.dumps(runs[-1], indent=1) + "\n")
+        _take_scripts(path, runs)
         return
     cases = _published(name)["cases"] if path.exists() else {}
     for case in dict.fromkeys(case for run in runs for case in run["cases"]):
         cases[case] = merged([_entry(run, case) for run in runs if case in run["cases"]])
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
+
+
+def _take_scripts(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Publish the last run of each script; scripts that were not run again stay as they are."""
+    rows = {row["script"]: row for row in _published("scripts")["scripts"]} if path.exists() else {}
+    for run in runs:
+        origin = {key: run[key] for key in _PROVENANCE}
+        rows |= {row["script"]: {**row, **origin} for row in run["scripts"]}
+    path.write_text(json.dumps({"scripts": list(rows.values())}, indent=1) + "\n")
 
 
 def _entry(run: dict[str, Any], case: str) -> dict[str, Any]:
@@ -210,17 +219,25 @@ _ACROSS = {"missed": _all_missed, "limits": _limits, "training_included": _train
 
 def _scripts(document: dict[str, Any]) -> list[str]:
     """Return a row per script that ran on GleanRL."""
-    rows, both = [], []
+    rows, ratios = [], []
     for entry in document["scripts"]:
         ours, theirs = entry.get("gleanrl"), entry.get("torchrl")
-        if ours and ours["ended"] in ("finished", "limit"):
-            runs = (rate(run["ended"], run["collecting"]) if run else "-" for run in (ours, theirs))
-            rows.append((f"`{entry['script']}`", *runs))
-        if ours and theirs and ours["collecting"] and theirs["collecting"]:
-            both.append(ours["collecting"] < theirs["collecting"])
-    slower = f"{sum(both)} of {len(both)} scripts with two rates are slower with GleanRL."
-    head = "script", "GleanRL, frames/s", "TorchRL, frames/s"
-    return [*markdown(head, rows), "", slower, *_origin([document])]
+        if not ours or ours["ended"] not in ("finished", "limit"):
+            continue
+        runs = (rate(run["ended"], run["collecting"]) if run else "-" for run in (ours, theirs))
+        ratio = ""
+        if theirs and ours["collecting"] and theirs["collecting"]:
+            ratios.append(ours["collecting"] / theirs["collecting"])
+            ratio = times(ratios[-1])
+        rows.append((f"`{entry['script']}`", *runs, ratio))
+    slower = sum(ratio < 1 for ratio in ratios)
+    text = (
+        f"GleanRL is {times(statistics.median(ratios))} times as fast in the median of the "
+        f"{len(ratios)} scripts with two rates, and slower in {slower} of them."
+    )
+    head = "script", "GleanRL, frames/s", "TorchRL, frames/s", "ratio"
+    measured = [entry for entry in document["scripts"] if "gleanrl" in entry]
+    return [*markdown(head, rows), "", text, *_origin(measured)]
 
 
 def rates(cases: Iterable[dict[str, Any]]) -> list[str]:
@@ -237,8 +254,9 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     days = sorted({run["created"][:10] for run in runs})
     loads = [(run.get("load_average") or run["machine"]["load_average"])[0] for run in runs]
     machines, versions = [run["machine"] for run in runs], entries[-1]["versions"]
+    torches = " or ".join(sorted({run["versions"]["torch"] for run in runs}))
     load = " to ".join(sorted({f"{min(loads):.1f}", f"{max(loads):.1f}"}, key=float))
-    names = ("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3")
+    names = ("tensordict", "gymnasium", "torchrl", "stable-baselines3")
     installed = [f"{name} {versions[name]}" for name in names if versions[name]]
     cores = dict.fromkeys(f"{one['usable_cores']} cores of {one['cpu']}" for one in machines)
     gpus = dict.fromkeys(one["gpu"] for one in machines if one.get("gpu"))
@@ -246,7 +264,7 @@ def _origin(entries: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{' and '.join(days)}, {made_of}, load {load}.",
         _commits(runs),
-        f"Python {versions['python']}, {', '.join(installed)}.",
+        f"Python {versions['python']}, torch {torches}, {', '.join(installed)}.",
     ]
 
 

@@ -1,6 +1,6 @@
 """Runs TorchRL's own scripts with only the collector's import changed, beside TorchRL's collector.
 
-``python -m tools.torchrl_scripts PATH [-k TEXT] [--only gleanrl|torchrl] [--alone] [--json FILE]``
+``python -m tools.torchrl_scripts PATH [-k EXPR] [--only gleanrl|torchrl] [--alone] [--json FILE]``
 
 PATH is a checkout of TorchRL. Each script runs in a temporary copy of its directory that imports
 collectors from GleanRL (``tools.rebind``), with a budget small enough to run in seconds. A budget
@@ -275,12 +275,13 @@ class Meter:
                 yield batch
 
     def start(self, method: Callable[..., Any], collector: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that ``collector`` fills its buffer in the background from now on."""
+        """Note that ``collector`` fills its buffer in the background once it has started."""
+        started = method(collector, *args, **kwargs)
         buffer = getattr(collector, "replay_buffer", None)
         if buffer is not None:
             self._background.append((buffer, time.perf_counter(), _written(buffer)))
         self._begin()
-        return method(collector, *args, **kwargs)
+        return started
 
     def end(self, method: Callable[..., Any], collector: Any, *args: Any, **kwargs: Any) -> Any:
         """Count the frames collected in the background while their buffers are still there."""
@@ -470,7 +471,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the scripts and return 0 if all ran on GleanRL that run on TorchRL."""
     parser = argparse.ArgumentParser(prog="python -m tools.torchrl_scripts", description=__doc__)
     parser.add_argument("path", type=Path, help="a checkout of TorchRL")
-    parser.add_argument("-k", default="", metavar="TEXT", help="only scripts whose path has TEXT")
+    parser.add_argument("-k", default="", metavar="EXPR", help="only scripts whose path matches")
     parser.add_argument("--only", choices=LIBRARIES, help="one library instead of both")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long a script collects")
     parser.add_argument("--alone", action="store_true", help="scripts collect, and do not learn")
@@ -478,7 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     libraries = [given.only] if given.only else list(LIBRARIES)
     print(f"{'frames per second of collecting':66}  {'  '.join(f'{x:>14}' for x in libraries)}")
-    chosen = [script for script in SCRIPTS if given.k in script.path]
+    chosen = [script for script in SCRIPTS if re.search(given.k, script.path)]
     options = (given.path, libraries, given.seconds, given.alone)
     rows = [compare(script, *options) for script in chosen]
     if given.json:
