@@ -362,7 +362,7 @@ def _contents(buffer: gleanrl.ReplayBuffer) -> list[Any]:
 
 
 def _read_dataset(path: Path, chance: random.Random) -> str:
-    """Load a dataset, and convert it."""
+    """Load a dataset, and write it in another format."""
     try:
         data = gleanrl.load_dataset(path)
     except GleanError as err:
@@ -371,7 +371,8 @@ def _read_dataset(path: Path, chance: random.Random) -> str:
     data.clone()
     try:
         format = chance.choice(["tensordict", "parquet", "minari"])
-        gleanrl.convert_dataset(path, path.with_name("converted-v0"), format)
+        with gleanrl.Recorder(path.with_name("converted-v0"), format) as recorder:
+            recorder.write(data)
     except GleanError as err:
         return f"read, not converted ({type(err).__name__})"
     return "read, converted"

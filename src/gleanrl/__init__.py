@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # of these names, those in `__all__`
     from gleanrl.envs import *
     from gleanrl.envs.utils import *
     from gleanrl.recording.dataset import load_dataset
-    from gleanrl.recording.recorder import Recorder, convert_dataset
+    from gleanrl.recording.recorder import Recorder
     from gleanrl.watch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 __all__ = [
@@ -95,7 +95,6 @@ __all__ = [
     "WorkerError",
     "__version__",
     "aSyncDataCollector",
-    "convert_dataset",
     "exploration_type",
     "load_dataset",
     "set_exploration_type",

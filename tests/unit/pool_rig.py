@@ -11,8 +11,8 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
 from gleanrl.envs.rows_or_tensordict import make_vector
 from gleanrl.envs.vector import NextStepPool
-from gleanrl.rollout.env_loop import DenseRollout, check_can_cut
-from gleanrl.rollout.pool_loop import PoolRollout
+from gleanrl.rollout.env_loop import EnvLoop, check_can_cut
+from gleanrl.rollout.pool_loop import PoolLoop
 
 OBS, ACTION, REWARD = ("observation",), ("action",), ("reward",)
 DONE, TERMINATED, TRUNCATED = ("done",), ("terminated",), ("truncated",)
@@ -87,7 +87,7 @@ class Counting(FromObservation):
 def serve(vector_env, policy=FromObservation, needs_is_init=False, info_keys=(), **options):
     """Return the source of ``vector_env``, in the loop that fits it."""
     env = make_vector(vector_env, SourceOptions(info_keys=info_keys))
-    kind = PoolRollout if isinstance(env, NextStepPool) else DenseRollout
+    kind = PoolLoop if isinstance(env, NextStepPool) else EnvLoop
 
     made = policy(env)
     made.provided = [("is_init",)] * needs_is_init

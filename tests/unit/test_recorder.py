@@ -44,6 +44,11 @@ def equal(one, other):
         torch.testing.assert_close(one[key] + 0, other[key] + 0, rtol=0, atol=0)
 
 
+def converted(source, target, format, **facts):
+    with Recorder(target, format, **facts) as recorder:
+        recorder.write(load_dataset(source))
+
+
 # -- writing by hand -------------------------------------------------------------------------------
 
 
@@ -80,7 +85,7 @@ def test_nested_batch_sizes_are_kept(tmp_path, format):
     with Recorder(tmp_path / "data", format) as recorder:
         recorder.write(batch)
         assert load_dataset(tmp_path / "data")["agents"].shape == (10, 3)
-    gleanrl.convert_dataset(tmp_path / "data", tmp_path / "converted", "tensordict")
+    converted(tmp_path / "data", tmp_path / "converted", "tensordict")
     for frames in (load_dataset(tmp_path / "data"), TensorDict.load(tmp_path / "converted")):
         assert frames.shape == (10,)
         assert frames["agents"].shape == frames["next", "agents"].shape == (10, 3)
@@ -284,6 +289,7 @@ with Recorder(path) as recorder:
 def test_whatever_is_killed_every_frame_that_was_written_is_read(
     tmp_path, python, capsys, kind, status
 ):
+    pytest.importorskip("pyarrow")
     path = tmp_path / "data"
     done = subprocess.run([python, "-c", SCRIPT, kind, str(path)], capture_output=True, text=True)
     assert done.returncode, done.stderr
@@ -293,6 +299,8 @@ def test_whatever_is_killed_every_frame_that_was_written_is_read(
         assert (steps["next", "observation"][:-1] == steps["observation"][1:]).all()
     assert main(["inspect", str(path)]) == 0
     assert re.search(f"^status +{status}$", capsys.readouterr().out, re.M)
+    converted(path, tmp_path / "again", "parquet")
+    equal(in_order(load_dataset(tmp_path / "again")), in_order(frames))
 
 
 def groups(ids, frames):
@@ -412,13 +420,11 @@ def test_dict_observations_images_and_other_entries_are_kept(tmp_path):
     assert shapes["image"] == [16, 20, 3]
 
 
-def test_a_killed_recording_is_converted(tmp_path, recorded, capsys):
+def test_a_dataset_is_written_in_other_formats(tmp_path, recorded):
     pytest.importorskip("pyarrow")
-    left = shutil.copytree(recorded / "tensordict-v0", tmp_path / "left")
-    assert main(["convert", str(left), str(tmp_path / "parquet"), "--format", "parquet"]) == 0
-    assert "400" in capsys.readouterr().out
-    gleanrl.convert_dataset(tmp_path / "parquet", tmp_path / "again-v0", "minari")
-    expected = in_order(load_dataset(left))
+    converted(recorded / "tensordict-v0", tmp_path / "parquet", "parquet")
+    converted(tmp_path / "parquet", tmp_path / "again-v0", "minari", seed=3)
+    expected = in_order(load_dataset(recorded / "tensordict-v0"))
     equal(in_order(load_dataset(tmp_path / "again-v0")), expected)
     assert card_of(tmp_path / "again-v0")["seed"] == 3
 
@@ -464,9 +470,9 @@ def test_a_table_refuses_flags_that_it_has_no_column_for(tmp_path):
         frames["done"][3] = flag
         with Recorder(tmp_path / name, "tensordict") as recorder:
             recorder.write(frames)
-    gleanrl.convert_dataset(tmp_path / "never", tmp_path / "never-table", "parquet")
+    converted(tmp_path / "never", tmp_path / "never-table", "parquet")
     with pytest.raises(GleanError, match="'done' is True in some frames"):
-        gleanrl.convert_dataset(tmp_path / "once", tmp_path / "once-table", "parquet")
+        converted(tmp_path / "once", tmp_path / "once-table", "parquet")
 
 
 @pytest.mark.parametrize(("envs", "known"), [(1, True), (3, False)])
@@ -498,11 +504,11 @@ def test_a_dataset_of_anyone_neither_runs_code_nor_reads_other_files(recorded, t
     spec |= {"id": "Evil-v0", "entry_point": "os:mkdir", "kwargs": {"path": str(called)}}
     card = {**card_of(path), "env": "Evil-v0", "env_spec": json.dumps(spec)}
     (path / "card.json").write_text(json.dumps(card))
-    gleanrl.convert_dataset(path, tmp_path / "converted-v0", "minari")
+    converted(path, tmp_path / "converted-v0", "minari")
     assert not called.exists()
     card |= {"observation_space": {"type": "Box"}, "action_space": {"type": "Box"}}
     (path / "card.json").write_text(json.dumps(card))
-    gleanrl.convert_dataset(path, tmp_path / "no-spaces-v0", "minari")
+    converted(path, tmp_path / "no-spaces-v0", "minari")
 
     h5py = pytest.importorskip("h5py")
     other = tmp_path / "converted-v0/data/main_data.hdf5"

@@ -220,7 +220,11 @@ class CollectOptions(RunOptions):
     )
     out: Path | None = option("DIR", Path, "keep the frames in DIR, a new directory")
     format: str = option(
-        "", FORMATS, "format of the dataset in --out; see convert --help", "tensordict"
+        "",
+        FORMATS,
+        "format of the dataset in --out: a memory-mapped TensorDict, a Minari dataset (its "
+        "directory ends in NAME-v0), or Parquet files",
+        "tensordict",
     )
     command: str = ""
     """The command line that repeats this command."""
@@ -282,28 +286,6 @@ class InspectOptions:
     )
     html: Path | None = option(
         "FILE.html", Path, "write a page of plots: one file that needs no network"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Write a dataset in another format, also after a killed recording; keep SOURCE.
-
-    A recording that ended by kill -9 or a full disk is readable, but not yet in its format.
-
-    Examples:
-      gleanrl convert data/pendulum data/pendulum-parquet --format parquet
-      gleanrl convert data/killed data/pendulum/random-v0 --format minari
-    """
-
-    source: Path = argument("SOURCE", Path, "a dataset in any format, finished or not")
-    target: Path = argument("TARGET", Path, "a new directory")
-    format: str = option(
-        "",
-        FORMATS,
-        "format of TARGET: a memory-mapped TensorDict, a Minari dataset (its directory ends in "
-        "NAME-v0), or Parquet files",
-        "tensordict",
     )
 
 
@@ -375,7 +357,6 @@ COMMANDS: dict[str, type[Any]] = {
     "collect": CollectOptions,
     "bench": BenchOptions,
     "inspect": InspectOptions,
-    "convert": ConvertOptions,
     "top": TopOptions,
     "doctor": DoctorOptions,
     "node": NodeOptions,

@@ -39,7 +39,7 @@ _WORKER: Kind = {
 _TRAJECTORIES: Kind = {
     "parts": [_BATCH],
     "whole": (
-        {"chunks": list, "next": int, "running": list, "latest": list, "ready": list},
+        {"frames": [_BATCH], "running": list, "latest": list, "ready": list},
         None,
     ),
 }

@@ -172,9 +172,8 @@ class Pipeline:
 
 def frames_held(state: Mapping[str, Any]) -> int:
     """Return the frames in a state of `Pipeline.state`, none of which was delivered."""
-    whole = state["whole"] or {"chunks": ()}
-    parts: int = sum(load_batch(part).numel() for part in state["parts"])
-    return parts + sum(int(live) for _, live, _ in whole["chunks"])
+    whole = state["whole"] or {"frames": ()}
+    return sum(load_batch(part).numel() for part in (*state["parts"], *whole["frames"]))
 
 
 def put_together(parts: Sequence[TensorDictBase]) -> TensorDictBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -205,8 +206,8 @@ def _nested(
     return _restack(frames, (len(sizes), -1), strided, refuse)
 
 
-_Piece: TypeAlias = tuple[int, int, int]
-"""Chunk, first frame and one past the last frame within it."""
+_Piece: TypeAlias = tuple[TensorDictBase, int, int]
+"""Stored frames, and the first one and one past the last one of a trajectory within these."""
 
 
 class WholeTrajectories:
@@ -224,10 +225,6 @@ class WholeTrajectories:
         self.frames_discarded = 0
         """Frames dropped by `flush` and `reset` so far, and of trajectories that were left."""
         self._padded = traj_format == "padded"
-        self._chunks: dict[int, TensorDictBase] = {}
-        self._live: dict[int, int] = {}
-        """Frames of each chunk that still belong to a trajectory held."""
-        self._next_chunk = 0
         self._running: dict[int, list[_Piece] | None] = {}
         """What there is of each trajectory that has not ended; ``None`` if its beginning was
         dropped, and the rest will be."""
@@ -270,16 +267,10 @@ class WholeTrajectories:
         copy = frames.clone() if kept.shape[0] == ids.shape[0] else frames[kept]
         ended = end_flags(td).reshape(-1)[kept].cpu().numpy()
         time = (kept % td.shape[-1]).cpu().numpy()
-        self._take(self._store(copy), ids[kept].cpu().numpy(), ended, time)
+        self._take(copy, ids[kept].cpu().numpy(), ended, time)
         self._compact()
 
-    def _store(self, frames: TensorDictBase) -> int:
-        chunk = self._next_chunk
-        self._next_chunk += 1
-        self._chunks[chunk], self._live[chunk] = frames, frames.shape[0]
-        return chunk
-
-    def _take(self, chunk: int, ids: Array, ended: Array, time: Array) -> None:
+    def _take(self, frames: TensorDictBase, ids: Array, ended: Array, time: Array) -> None:
         # A new run starts where the id changes, and after an end even if the id stays.
         last = np.flatnonzero(np.append((ids[1:] != ids[:-1]) | ended[:-1], True))
         finished: list[tuple[int, int, list[_Piece]]] = []
@@ -288,12 +279,12 @@ class WholeTrajectories:
         for traj, stop, done, when in ends.tolist():
             if traj not in self._running:
                 self._begin(traj)
-            piece, start = (chunk, start, stop), stop
             pieces = self._running[traj]
             if pieces is None:
-                self.frames_discarded += self._release([[piece]])
+                self.frames_discarded += stop - start
             else:
-                pieces.append(piece)
+                pieces.append((frames, start, stop))
+            start = stop
             if done:
                 del self._running[traj]
                 if pieces is not None:
@@ -308,7 +299,7 @@ class WholeTrajectories:
             left = self._running.pop(self._latest.get(env, _INVALID), None)
             self._latest[env] = traj
             if left is not None:
-                self.frames_discarded += self._release([left])
+                self.frames_discarded += _length(left)
         self._running[traj] = []
 
     def pop(self) -> TensorDict | None:
@@ -323,65 +314,34 @@ class WholeTrajectories:
         if any(len(line) < share for line in self._ready):
             return None
         chosen = [line.popleft() for line in self._ready for _ in range(share)]
-        frames = self._gather(piece for pieces in chosen for piece in pieces)
-        self._release(chosen)
+        frames, lengths = _gather(chosen), list(map(_length, chosen))
+        del chosen  # and what was stored of them, before they are padded
         if not self._padded:
             frames.names = [TIME]
             return frames
-        lengths = torch.tensor([_length(pieces) for pieces in chosen], device=frames.device)
-        out = _in_rows(_dense(frames), lengths, MASK)
+        out = _in_rows(_dense(frames), torch.tensor(lengths, device=frames.device), MASK)
         out.names = [None, TIME]
         return out
 
-    def _gather(self, pieces: Iterable[_Piece]) -> Any:
-        chunk, start, stop = np.array(list(pieces), np.int64).T
-        sizes = stop - start
-        source = np.arange(sizes.sum()) + np.repeat(start - (sizes.cumsum() - sizes), sizes)
-        owner = np.repeat(chunk, sizes)
-        used = np.unique(chunk).tolist()
-        parts = [self._chunks[c][torch.from_numpy(source[owner == c])] for c in used]
-        if len(parts) == 1:
-            return parts[0]
-        joined = torch.cat(parts)
-        place = np.argsort(owner, kind="stable")
-        if np.array_equal(place, np.arange(len(place))):
-            return joined
-        return joined[torch.from_numpy(np.argsort(place))]
-
-    def _release(self, trajectories: Iterable[list[_Piece]]) -> int:
-        released = 0
-        for pieces in trajectories:
-            for chunk, start, stop in pieces:
-                released += stop - start
-                self._live[chunk] -= stop - start
-                if self._live[chunk] == 0:
-                    del self._live[chunk], self._chunks[chunk]
-        return released
+    def _held(self) -> list[list[_Piece]]:
+        """Return all trajectories, whole and running."""
+        return [*(pieces for line in self._ready for pieces in line), *self._whole_so_far()]
 
     def _compact(self) -> None:
         """Copy the needed frames into one chunk, if most stored frames are not needed."""
-        stored = sum(chunk.shape[0] for chunk in self._chunks.values())
-        live = sum(self._live.values())
-        if stored <= 2 * live and len(self._chunks) <= _MAX_CHUNKS:
-            return
-        held = [*(pieces for line in self._ready for pieces in line), *self._whole_so_far()]
-        frames = self._gather(piece for pieces in held for piece in pieces)
-        self._chunks.clear()
-        self._live.clear()
-        chunk, start = self._store(frames), 0
-        for pieces in held:
-            stop = start + _length(pieces)
-            pieces[:] = [(chunk, start, stop)]
-            start = stop
+        held = self._held()
+        chunks, needed = _chunks(held), sum(map(_length, held))
+        if len(chunks) > _MAX_CHUNKS or sum(one.shape[0] for one in chunks) > 2 * needed:
+            _place(held, _gather(held), map(_length, held))
 
     def state(self) -> dict[str, Any]:
         """Return all that is held, as plain data."""
+        held, running = self._held(), self._running.items()
         return {
-            "chunks": [(n, self._live[n], save_state(chunk)) for n, chunk in self._chunks.items()],
-            "next": self._next_chunk,
-            "running": [(traj, _pieces(pieces)) for traj, pieces in self._running.items()],
+            "frames": [save_state(_gather(held))] if held else [],
+            "running": [(traj, None if ps is None else _length(ps)) for traj, ps in running],
             "latest": list(self._latest.items()),
-            "ready": [[_pieces(pieces) for pieces in line] for line in self._ready],
+            "ready": [list(map(_length, line)) for line in self._ready],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -391,12 +351,13 @@ class WholeTrajectories:
                 "the state holds trajectories that were dealt out by another traj_quota, or to "
                 "another number of environments"
             )
-        self._chunks = {n: load_batch(chunk) for n, _, chunk in state["chunks"]}
-        self._live = {n: live for n, live, _ in state["chunks"]}
-        self._next_chunk = state["next"]
-        self._running = {traj: _pieces(pieces) for traj, pieces in state["running"]}
+        running = dict(state["running"])
+        self._running = {traj: None if n is None else [] for traj, n in running.items()}
         self._latest = dict(state["latest"])
-        self._ready = [deque(_pieces(p) or [] for p in line) for line in state["ready"]]
+        self._ready = [deque([] for _ in line) for line in state["ready"]]
+        lengths = [*chain(*state["ready"]), *(n for n in running.values() if n is not None)]
+        for frames in map(load_batch, state["frames"]):
+            _place(self._held(), frames, lengths)
 
     def _whole_so_far(self) -> list[list[_Piece]]:
         """Return the frames so far of trajectories that have not ended."""
@@ -407,7 +368,7 @@ class WholeTrajectories:
 
         What may come of them is taken for trajectories of its own.
         """
-        self.frames_discarded += self._release(self._whole_so_far())
+        self.frames_discarded += sum(map(_length, self._whole_so_far()))
         self._running.clear()
 
     def reset(self, passed: TensorDictBase | None = None) -> None:
@@ -416,19 +377,47 @@ class WholeTrajectories:
         What is still to come of running trajectories is dropped, too. ``passed`` is the next batch
         if it was delivered in another way: its frames are not counted.
         """
-        discarded = self.frames_discarded + sum(self._live.values())
+        discarded = self.frames_discarded + sum(map(_length, self._held()))
         if passed is not None:
             self.push(passed)
         self._running = dict.fromkeys(self._running)
         for line in self._ready:
             line.clear()
-        self._chunks.clear()
-        self._live.clear()
         self.frames_discarded = discarded
 
 
-def _pieces(saved: Sequence[Sequence[int]] | None) -> list[_Piece] | None:
-    return None if saved is None else [(chunk, start, stop) for chunk, start, stop in saved]
+def _chunks(trajectories: Iterable[list[_Piece]]) -> list[TensorDictBase]:
+    """Return the stored frames that ``trajectories`` are parts of, each once."""
+    return list({id(piece[0]): piece[0] for pieces in trajectories for piece in pieces}.values())
+
+
+def _gather(trajectories: Sequence[list[_Piece]]) -> Any:
+    """Return the frames of ``trajectories``, end to end in fresh memory."""
+    chunks = _chunks(trajectories)
+    number = {id(chunk): n for n, chunk in enumerate(chunks)}
+    rows = [(number[id(chunk)], a, b) for pieces in trajectories for chunk, a, b in pieces]
+    chunk, start, stop = np.array(rows, np.int64).T
+    sizes = stop - start
+    source = np.arange(sizes.sum()) + np.repeat(start - (sizes.cumsum() - sizes), sizes)
+    owner = np.repeat(chunk, sizes)
+    parts = [frames[torch.from_numpy(source[owner == n])] for n, frames in enumerate(chunks)]
+    if len(parts) == 1:
+        return parts[0]
+    joined = torch.cat(parts)
+    place = np.argsort(owner, kind="stable")
+    if np.array_equal(place, np.arange(len(place))):
+        return joined
+    return joined[torch.from_numpy(np.argsort(place))]
+
+
+def _place(
+    trajectories: Iterable[list[_Piece]], frames: TensorDictBase, lengths: Iterable[int]
+) -> None:
+    """Have ``trajectories`` of ``lengths`` lie end to end in ``frames``."""
+    start = 0
+    for pieces, length in zip(trajectories, list(lengths), strict=True):
+        pieces[:] = [(frames, start, start + length)]
+        start += length
 
 
 def _length(pieces: Iterable[_Piece]) -> int:

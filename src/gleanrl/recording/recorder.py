@@ -45,11 +45,6 @@ from gleanrl.recording.origin import describe_env
 
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before."""
-_OF_FILES = (
-    *("format", "format_version", "data", "frames", "recording", "keys", "columns"),
-    *(NESTED, "rows", "status"),
-)
-"""The entries of a card about files, not about the origin of frames."""
 _ROWS = (
     "writer after writer (workers in order), each batch after batch; in a batch environment after "
     "environment, each with its steps in order; ('collector', 'traj_ids') tells episodes apart; "
@@ -258,7 +253,7 @@ class Recorder(Sink):
 
         Raises:
             TensorFileError: the disk is full, or the data do not suit the format. All frames stay
-                readable with `load_dataset`, and `convert_dataset` can try again elsewhere.
+                readable with `load_dataset`, so another recorder can write them elsewhere.
             ConfigError: there is no such status.
         """
         if status not in ENDS:
@@ -283,36 +278,6 @@ class Recorder(Sink):
         """Close as complete, interrupted (Ctrl-C) or failed (any other exception)."""
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("complete" if kind is None else "interrupted" if interrupted else "failed")
-
-
-def convert_dataset(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], format: str
-) -> None:
-    """Write a dataset in another format, also one whose recording was killed.
-
-    Args:
-        source: A dataset of a `Recorder`, in any format.
-        target: A new directory.
-        format: One of the formats of a `Recorder`.
-
-    Raises:
-        ConfigError: there is no dataset, or something is at ``target`` already.
-        TensorFileError: files are damaged, the disk is full, or the data do not suit the format.
-    """
-    dataset = Dataset(Path(source))
-    facts = dict(dataset.metadata.facts)
-    for name in _OF_FILES:
-        facts.pop(name, None)
-    recorder = Recorder(target, format, facts=facts)
-    try:
-        for part in dataset.parts:
-            entries = {file.key: part.read(file.key) for file in part.files}
-            for rows in part.chunks():
-                recorder.write(dataset.frames({k: value[rows] for k, value in entries.items()}))
-    except BaseException:
-        recorder.close("failed")
-        raise
-    recorder.close(dataset.metadata.status)
 
 
 def make_way(path: Path, overwrite: bool = False) -> None:
@@ -411,7 +376,7 @@ class _Files:
     def _put_into_format(self, dataset: Dataset) -> None:
         directory, facts, found = self._directory, self._facts, dataset.metadata
         facts |= {name: found.facts[name] for name in (*OF_ENV, NESTED) if name in found.facts}
-        facts["writers"] = facts.get("writers", len(dataset.parts))
+        facts["writers"] = len(dataset.parts)
         text, fresh = self._card(SHARDS, status="failed"), not (directory / DATA).exists()
         try:
             if (stats := total(dataset)) is not None:

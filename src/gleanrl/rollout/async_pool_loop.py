@@ -20,7 +20,7 @@ from gleanrl.envs.async_pool import AsyncPool
 from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.chunks import Chunks
-from gleanrl.rollout.env_loop import DenseRollout
+from gleanrl.rollout.env_loop import EnvLoop
 from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.pool_loop import logged_fields, next_step
 from gleanrl.rollout.source import BaseSource
@@ -29,7 +29,7 @@ _NEVER = bytearray(1)
 """A stop byte that nobody raises: a rollout ends when enough environments have all of its steps."""
 
 
-class AsyncPoolRollout(DenseRollout):
+class AsyncPoolLoop(EnvLoop):
     """The source of pools that answer for ``M`` of ``N`` environments at a time.
 
     A rollout has ``M`` rows, each with consecutive transitions of one environment: of those that
@@ -42,7 +42,7 @@ class AsyncPoolRollout(DenseRollout):
     def __init__(
         self, pool: AsyncPool, first: Window, policy: Policy, options: SourceOptions
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`."""
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `EnvLoop`."""
         if options.reset_at_each_iter:
             raise ConfigError(
                 "reset_at_each_iter would discard the steps of environments that are not first; "

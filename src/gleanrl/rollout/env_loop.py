@@ -73,7 +73,7 @@ class _Versions:
                 window.tensor(key)[:, :end] = version
 
 
-class DenseRollout(BaseSource):
+class EnvLoop(BaseSource):
     """The source of dense environments: fixed layout, one real transition per step."""
 
     def __init__(

@@ -30,7 +30,7 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Pool, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.policies.random import RandomActions
-from gleanrl.rollout.env_loop import DenseRollout
+from gleanrl.rollout.env_loop import EnvLoop
 from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource
@@ -145,7 +145,7 @@ def next_step(
     return last
 
 
-class PoolRollout(DenseRollout):
+class PoolLoop(EnvLoop):
     """The source of pools: fixed layout, only real transitions are delivered."""
 
     collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
@@ -157,7 +157,7 @@ class PoolRollout(DenseRollout):
         policy: Policy,
         options: SourceOptions,
     ) -> None:
-        """Learn the layout of ``pool``, whose one reset showed ``first``; see `DenseRollout`."""
+        """Learn the layout of ``pool``, whose one reset showed ``first``; see `EnvLoop`."""
         super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)

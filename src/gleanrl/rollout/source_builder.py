@@ -44,12 +44,12 @@ from gleanrl.policies.policy import (
     signed_actor,
 )
 from gleanrl.policies.program import ProgramPolicy
-from gleanrl.rollout.async_pool_loop import AsyncPoolRollout
-from gleanrl.rollout.env_loop import DenseRollout, check_can_cut
-from gleanrl.rollout.pool_loop import PoolRollout
-from gleanrl.rollout.tensordict_loop import TensorDictRollout
+from gleanrl.rollout.async_pool_loop import AsyncPoolLoop
+from gleanrl.rollout.env_loop import EnvLoop, check_can_cut
+from gleanrl.rollout.pool_loop import PoolLoop
+from gleanrl.rollout.tensordict_loop import TensorDictLoop
 
-_LOOPS = ((NextStepPool, PoolRollout), (AsyncPool, AsyncPoolRollout))
+_LOOPS = ((NextStepPool, PoolLoop), (AsyncPool, AsyncPoolLoop))
 _ONLY_KNOWN = (
     "vector environments do not deliver; vectorise single environments with num_envs= instead"
 )
@@ -109,7 +109,7 @@ class SourceBuilder:
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
-        kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), DenseRollout)
+        kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), EnvLoop)
         options = replace(self.options, mask=True) if why_rows else self.options
         source: Source = kind(made, first, policy, options)
         return source
@@ -136,7 +136,7 @@ class SourceBuilder:
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
             made.on_partial_reset = policy.zero_memory
-        return DenseRollout(made, first, policy, self.options)
+        return EnvLoop(made, first, policy, self.options)
 
     def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
         """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
@@ -176,7 +176,7 @@ class SourceBuilder:
         else:
             actor = self._actor(env, contract)
         self._check_inputs((state.key for state in actor.states), IS_INIT in actor.provided)
-        return TensorDictRollout(handle, actor, contract, self.options, why or handle.why)
+        return TensorDictLoop(handle, actor, contract, self.options, why or handle.why)
 
     def _actor(self, env: Any, contract: EnvContract) -> Actor:
         chosen = complete_exploration(self._user_policy(), env)

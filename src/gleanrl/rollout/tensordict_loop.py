@@ -48,7 +48,7 @@ from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 
 
-class TensorDictRollout(BaseSource):
+class TensorDictLoop(BaseSource):
     """The source of environments that are stepped by their TensorDict methods.
 
     Rollouts of a fixed layout go into the window. Those of an open layout are delivered as
