@@ -106,6 +106,9 @@ class EnvRows(Env, Resumable):
         """Return the environments that ended in the step that was posted."""
         return self._ended
 
+    def settle(self) -> None:
+        """Do nothing: no reset goes on."""
+
     def keep(self, t: int) -> None:
         """Write what step ``t`` left to `finish`, as that may never come: here nothing."""
 

@@ -100,6 +100,9 @@ class _Rollout:
 
 
 _TAKEN = attrgetter("taken")
+_SOON = m.Load, m.Get, m.Close
+"""Commands that wait for no rollout: weights change between two calls of the policy, `Get` is a
+part of every update of weights, and neither must wait for an environment that is slow."""
 
 
 class JointBackend(InlineBackend):
@@ -120,22 +123,39 @@ class JointBackend(InlineBackend):
 
     def receive(self, timeout: float | None) -> m.Reply:
         while not self._replies:
-            if self._others and not self._blocked(*self._others[0]):
-                break
             if not self._others:
                 self._begin()
+            elif not self._blocked:
+                self._carry_out()
+                break
             if not self._running:
                 break
             self._advance()
         return super().receive(timeout)
 
-    def _blocked(self, worker: int, ticket: int, command: m.Command) -> bool:
-        """Tell whether a command waits for the end of the worker's rollout.
+    @property
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the ends of rollouts.
 
-        Weights change between two calls of the policy. `Get` is a part of every update of weights,
-        which must not wait for an environment that is slow.
+        These are the rollouts of all workers with such commands, which then carry them out at once.
         """
-        return worker in self._running and not isinstance(command, m.Load | m.Get | m.Close)
+        waiting = (worker for worker, _, command in self._others if not isinstance(command, _SOON))
+        return not isinstance(self._others[0][2], _SOON) and any(
+            worker in self._running for worker in waiting
+        )
+
+    def _carry_out(self) -> None:
+        """Carry out a command per worker; the environments of all reset at the same time."""
+        replies: dict[int, m.Reply] = {}
+        while self._others and not self._blocked and self._others[0][0] not in replies:
+            worker, ticket, command = self._others.popleft()
+            replies[worker] = self._workers[worker].handle(ticket, command)
+        for worker, reply in replies.items():
+            try:
+                cast("InlineSource", self._workers[worker].source).settle()
+                self._replies.append(reply)
+            except Exception as err:
+                self._replies.append(m.Failed(worker, reply.ticket, err))
 
     def _begin(self) -> None:
         """Begin rollouts that are requested of workers that have none under way."""
