@@ -70,8 +70,9 @@ class _Rollout:
         source: InlineSource,
         steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
         taken: int,
+        stop: Stop,
     ) -> None:
-        self.worker, self.source, self._steps = worker, source, steps
+        self.worker, self.source, self._steps, self.stop = worker, source, steps, stop
         self.taken = taken
         """The steps that its environments took, in earlier rollouts as well."""
         self.reply: m.Rolled | m.Failed | None = None
@@ -130,8 +131,19 @@ class JointBackend(InlineBackend):
                 break
             if not self._running:
                 break
+            self._stop_some()
             self._advance()
         return super().receive(timeout)
+
+    def _stop_some(self) -> None:
+        """End rollouts after their step if all are to end, or if they will be discarded."""
+        ending = self._running if self.stop_byte[0] else self._discarding()
+        for worker in self._running.keys() & ending:
+            self._running[worker].stop[0] = 1
+
+    def _discarding(self) -> set[int]:
+        """Return workers that have a command after which earlier rollouts are discarded."""
+        return {worker for worker, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
 
     @property
     def _blocked(self) -> bool:
@@ -167,8 +179,9 @@ class JointBackend(InlineBackend):
                 continue
             assert isinstance(command, m.Collect)
             one = self._workers[worker]
-            source, steps = cast("InlineSource", one.source), one.collecting(ticket, command)
-            rollout = self._running[worker] = _Rollout(worker, source, steps, self._taken[worker])
+            source, stop = cast("InlineSource", one.source), bytearray(1)
+            steps, taken = one.collecting(ticket, command, stop), self._taken[worker]
+            rollout = self._running[worker] = _Rollout(worker, source, steps, taken, stop)
             self._continue(rollout)
 
     def _continue(self, rollout: _Rollout, error: Exception | None = None) -> None:
