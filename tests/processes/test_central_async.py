@@ -292,6 +292,45 @@ def test_seeds_resets_and_states_between_batches_leave_streams_whole(apart):
             assert bool(first[:, 1:][~inside].all())
 
 
+class Met(rig.Count):
+    """While the named pipe ``place`` is there, resets together with one at its other end."""
+
+    def __init__(self, place, mode):
+        super().__init__(0, length=10_000)
+        self.place, self.mode = place, mode
+
+    def reset(self, *, seed=None, options=None):
+        if os.path.exists(self.place):
+            open(self.place, self.mode).close()  # waits for the other end
+        self.steps = 0
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("apart", [None, False])
+def test_environments_of_all_workers_reset_at_the_same_time(tmp_path, apart):
+    place = tmp_path / "place"
+    with (
+        rig.in_time(),
+        MultiAsyncCollector(
+            [partial(Met, str(place), mode) for mode in "rw"],
+            stays,
+            inference="central",
+            policy_process=apart,
+            frames_per_batch=2,
+            total_frames=-1,
+            timeout=20.0,
+        ) as collector,
+    ):
+        next(iter(collector))
+        os.mkfifo(place)
+        for command in (collector.reset, partial(collector.set_seed, 3)):
+            command()
+            place.unlink()
+            frames = streams(itertools.islice(collector, 6), 2)
+            os.mkfifo(place)
+            assert [frames[env]["observation"][0, 1] for env in range(2)] == [0, 0]
+
+
 def test_a_call_acts_for_no_more_environments_than_allowed():
     with MultiAsyncCollector(
         ["CartPole-v1"] * 4,

@@ -3,12 +3,16 @@
 import socket
 import sys
 import types
+import weakref
 
+import numpy as np
 import pytest
 import rig
+import torch
 
 from gleanrl import ConfigError, RayCollector, RayWeightSyncScheme, WeightSyncScheme
 from gleanrl.transport.peer import RemoteFlag
+from gleanrl.transport.ray_actor import ActorPair, RayNode
 from gleanrl.transport.ray_nodes import (
     Session,
     check_options,
@@ -72,6 +76,24 @@ def fake(monkeypatch):
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
+
+
+class Reference:
+    """Stands for the weights ``array`` in Ray's store."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+def test_no_reference_to_weights_outlives_the_call_that_brings_them(fake):
+    fake.get = lambda reference: reference.array
+    reference, into = Reference(np.arange(3, dtype=np.uint8)), torch.zeros(3, dtype=torch.uint8)
+    transfer, there = ActorPair(None).receive(into), weakref.ref(reference)
+    RayNode.give(None, 0, [reference])
+    del reference
+    assert there() is None
+    transfer.finish()
+    assert into.tolist() == [0, 1, 2]
 
 
 def test_the_last_collector_ends_the_ray_that_the_first_one_started(fake):

@@ -164,7 +164,7 @@ def central_plan(
     restarts = read_retry_limit("max_env_restarts", arguments["max_env_restarts"])
     kwargs = env_kwargs(arguments["create_env_kwargs"], count)
     sharing = EnvWorkersPlan(
-        always_rows=not sync,
+        apart=not sync,
         storing=GymOptions(**{name: arguments[name] for name in _STORING}),
         threads=arguments["num_sub_threads"],
         timeout=arguments["timeout"],

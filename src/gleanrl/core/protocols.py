@@ -130,6 +130,9 @@ class Env(EnvBatch, Protocol):
     def complete(self, t: int) -> Sequence[int]:
         """Wait for the end of step ``t``; return what `step` returns."""
 
+    def settle(self) -> None:
+        """Wait for the end of a reset that goes on in another process."""
+
 
 class Pool(EnvBatch, Protocol):
     """Environments whose automatic reset costs a step of its own.
@@ -254,6 +257,9 @@ class InlineSource(Source, Protocol):
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait as `Env.wait` does."""
+
+    def settle(self) -> None:
+        """Wait for the end of a reset in another process, as `Env.settle` does."""
 
     def acting(self) -> AbstractContextManager[None]:
         """Return the context in which its policy acts."""

@@ -297,10 +297,25 @@ class Session:
         with self._alone(timeout):
             return self._values(self._carry_out(commands, timeout))
 
+    def order_each(self, commands: Mapping[int, m.Command]) -> dict[int, Ticket]:
+        """Send one command per worker like `request_each`; `values_of` has to follow."""
+        with self._alone():
+            return self._send_each(commands)
+
+    def values_of(self, tickets: Mapping[int, Ticket], timeout: float | None) -> dict[int, Any]:
+        """Wait for commands that were sent by `order_each`, and return their values."""
+        with self._alone(timeout):
+            self._settle(tickets, timeout)
+            return self._values(tickets)
+
     def _carry_out(
         self, commands: Mapping[int, m.Command], timeout: float | None
     ) -> dict[int, Ticket]:
         """Carry out one command per worker; return the tickets, none of which is due any more."""
+        self._settle(tickets := self._send_each(commands), timeout)
+        return tickets
+
+    def _send_each(self, commands: Mapping[int, m.Command]) -> dict[int, Ticket]:
         if not (self.closed and all(isinstance(c, m.Reading) for c in commands.values())):
             self._check_usable()
         tickets: dict[int, Ticket] = {}
@@ -308,6 +323,10 @@ class Session:
             tickets[worker] = ticket = self.send(worker, command)
             if ticket.lost is not None and not self.can_continue:
                 raise copy(ticket.lost)
+        return tickets
+
+    def _settle(self, tickets: Mapping[int, Ticket], timeout: float | None) -> None:
+        """Wait until none of ``tickets`` is due."""
         for worker, ticket in tickets.items():
             while ticket.due:
                 # A rollout that it may be in the middle of is not held against the command.
@@ -315,7 +334,6 @@ class Session:
                 since = max(ticket.posted, self.last_reply[worker])
                 task = f"answer {type(ticket.command).__name__}"
                 self.receive_in_time(Deadline(limit, since), [ticket], task)
-        return tickets
 
     def _values(self, tickets: Mapping[int, Ticket]) -> dict[int, Any]:
         """Return the values that came; raise the first error, unless it is a tolerated loss."""

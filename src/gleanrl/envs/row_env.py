@@ -101,6 +101,9 @@ class EnvRows(Env, Resumable):
     def complete(self, t: int) -> Sequence[int]:
         return self._ended
 
+    def settle(self) -> None:
+        """Do nothing: no reset goes on."""
+
     def keep(self, t: int) -> None:
         """Write data of step ``t`` that `finish` would write, if it is not called: here none."""
 

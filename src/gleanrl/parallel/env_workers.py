@@ -72,8 +72,9 @@ class EnvWorkersPlan:
     """torch threads of each worker."""
     timeout: float | None
     """Seconds that a step may take."""
-    always_rows: bool = False
-    """Whether environments are stepped in rows even where that is not proven equal."""
+    apart: bool = False
+    """Whether each group has rollouts of its own. Then environments are stepped in rows even where
+    that is not proven equal, and `WorkerRows.settle` follows every reset but the first."""
     start_timeout: float = 120.0
     """Seconds in which each process must start; all have the same time again to build."""
     affinity: Sequence[Processors] | None = None
@@ -122,6 +123,7 @@ class EnvWorkers:
         """Per worker, its groups, in the order of their numbers there."""
         self.pipes = WakeupPipes(self.count)
         self.only_rows, self.needs_all = plan.only_rows, plan.needs_all
+        self.apart = plan.apart
         try:
             with naming_limits():
                 self.memory = SharedMemory()
@@ -239,7 +241,7 @@ class EnvWorkers:
             raise
 
     def pause(self, workers: Collection[int]) -> Session:
-        """Have ``workers`` wait for commands, after their present orders; return the session.
+        """Have ``workers`` turn to commands, after their present orders; return the session.
 
         The steps of all others continue.
         """
@@ -249,13 +251,9 @@ class EnvWorkers:
                 group.wait()
         while not self.coming.isdisjoint(workers):
             self.take_answers()
-        tickets = [self._serving.pop(worker) for worker in workers if worker in self._serving]
-        for ticket in tickets:
-            self.pipes.send(ticket.worker, LEAVE)
-        deadline = Deadline(CONTROL_S)
-        for ticket in tickets:
-            while ticket.due:
-                self.session.receive_in_time(deadline, [ticket], "end their step")
+        for worker in workers:
+            if self._serving.pop(worker, None) is not None:
+                self.pipes.send(worker, LEAVE)
         self._check_alive()
         return self.session
 
@@ -431,7 +429,18 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         begins: bool = False,
     ) -> list[Any]:
-        """Call a method of `EnvGroup` in workers, after their present orders.
+        """Call a method of `EnvGroup` in workers, after their present orders; see `order`."""
+        return self.order(method, arguments, seconds, kwargs, begins)()
+
+    def order(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
+        seconds: float | None = CONTROL_S,
+        kwargs: Mapping[str, Any] | None = None,
+        begins: bool = False,
+    ) -> Callable[[], list[Any]]:
+        """Begin to call a method of `EnvGroup` in workers, after their present orders.
 
         Args:
             method: Its name, or the path to something in it.
@@ -442,10 +451,8 @@ class WorkerGroup:
                 replacements as well.
 
         Returns:
-            The values of the members that were asked; ``None`` for those that are lost for good.
-
-        Raises:
-            WorkerDied: all members are lost for good.
+            A function that waits for the values of the members that were asked, ``None`` for those
+            that are lost for good, and raises `WorkerDied` if all are.
         """
         if seconds is not None:
             seconds = max(seconds, self.workers.timeout or 0.0)
@@ -456,12 +463,27 @@ class WorkerGroup:
             worker = self.members[index]
             path = f"groups[{self.workers.number(self, worker)}].{method}"
             commands[worker] = m.Call(path, own, kwargs)
+        return partial(self._values, commands, self._send(commands), seconds, begins)
+
+    def _send(self, commands: Mapping[int, m.Command]) -> Mapping[int, Ticket]:
+        """Send the members that are not lost for good their commands."""
+        there = {w: command for w, command in commands.items() if w not in self._missing}
+        return self.workers.pause(there).order_each(there) if there else {}
+
+    def _values(
+        self,
+        commands: Mapping[int, m.Command],
+        tickets: Mapping[int, Ticket],
+        seconds: float | None,
+        begins: bool,
+    ) -> list[Any]:
         found: dict[int, Any] = {}
-        while left := {w: commands[w] for w in commands.keys() - found.keys() - self._missing}:
-            came = self.workers.pause(left).request_each(left, seconds)
+        while tickets:
+            came = self.workers.session.values_of(tickets, seconds)
             found |= came  # those that were lost have no values, and are asked again
             if begins:
                 self.go_on([worker for worker in came if worker not in self.workers.coming])
+            tickets = self._send({w: c for w, c in commands.items() if w not in found})
         self._check_there()
         return [found.get(worker) for worker in commands]
 

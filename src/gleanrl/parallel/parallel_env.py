@@ -213,7 +213,7 @@ class ParallelEnv(RowEnv, Verifiable):
 
     def _open_rows(self) -> WorkerRows | None:
         with self._settled() as group:
-            opened = self._plan.always_rows, self._plan.on_failure != "raise"
+            opened = self._plan.apart, self._plan.on_failure != "raise"
             found = group.ask("open_rows", opened, self._plan.start_timeout)
             if found[0] is None or any(info != found[0] for info in found):
                 if setting := self._plan.only_rows:

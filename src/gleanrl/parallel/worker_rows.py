@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,8 @@ class WorkerRows(EnvRows):
 
     face: EnvBase
     _was_reset = False
+    _resetting: tuple[Callable[[], Any], Window] | None = None
+    """What waits for the reset that goes on, and the carry of that."""
 
     def __init__(self, group: WorkerGroup, info: RowsInfo, batch: Sequence[int]) -> None:
         """Step the environments of ``group`` as one batch of shape ``batch``.
@@ -165,10 +167,19 @@ class WorkerRows(EnvRows):
                 chosen[worker] = own, options
         # The first one belongs to the start.
         limit = group.workers.timeout if self._was_reset else group.workers.start_timeout
-        group.ask("restart_rollouts", chosen, limit, begins=envs is None)
+        wait = group.order("restart_rollouts", chosen, limit, begins=envs is None)
+        self._resetting = wait, carry
+        if not (self._was_reset and group.workers.apart):
+            self.settle()
+
+    def settle(self) -> None:
+        if self._resetting is None:
+            return
+        (wait, carry), self._resetting = self._resetting, None
+        wait()
         if not self._was_reset:
             self._was_reset = True
-            group.was_reset()
+            self._group.was_reset()
         _copy(self.carry, carry, self._seen)
 
     def seed(self, seed: int, static: bool = False) -> int:

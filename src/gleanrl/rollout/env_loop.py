@@ -136,12 +136,19 @@ class EnvLoop(BaseSource):
     def wait(self, seconds: float | None = None) -> None:
         self._env.wait(seconds)
 
+    def settle(self) -> None:
+        """Wait for a reset that goes on in another process."""
+        before, self.inconsistent = self.inconsistent, True
+        self._env.settle()
+        self.inconsistent = before
+
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
     ) -> Generator[JointAct | None, None, Report]:
         tracker, env = self.tracker, self._env
         with self.acting():
             self.make_consistent()
+            self._env.settle()
             policy = self._begin(window, random)
         act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
         taken, versions = 0, _Versions(self.policy_version)

@@ -136,6 +136,9 @@ class BaseSource:
     def wait(self, seconds: float | None = None) -> None:
         """Do nothing, because no step is under way."""
 
+    def settle(self) -> None:
+        """Do nothing: no reset goes on."""
+
     def collecting(
         self, window: Window, steps: int, stop: Stop, random: bool
     ) -> Generator[JointAct | None, None, Report]:

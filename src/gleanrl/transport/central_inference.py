@@ -70,8 +70,9 @@ class _Rollout:
         source: InlineSource,
         steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
         taken: int,
+        stop: Stop,
     ) -> None:
-        self.worker, self.source, self._steps = worker, source, steps
+        self.worker, self.source, self._steps, self.stop = worker, source, steps, stop
         self.taken = taken
         """The steps that its environments took, in earlier rollouts as well."""
         self.reply: m.Rolled | m.Failed | None = None
@@ -100,6 +101,9 @@ class _Rollout:
 
 
 _TAKEN = attrgetter("taken")
+_SOON = m.Load, m.Get, m.Close
+"""Commands that wait for no rollout: weights change between two calls of the policy, `Get` is a
+part of every update of weights, and neither must wait for an environment that is slow."""
 
 
 class JointBackend(InlineBackend):
@@ -120,22 +124,50 @@ class JointBackend(InlineBackend):
 
     def receive(self, timeout: float | None) -> m.Reply:
         while not self._replies:
-            if self._others and not self._blocked(*self._others[0]):
-                break
             if not self._others:
                 self._begin()
+            elif not self._blocked:
+                self._carry_out()
+                break
             if not self._running:
                 break
+            self._stop_some()
             self._advance()
         return super().receive(timeout)
 
-    def _blocked(self, worker: int, ticket: int, command: m.Command) -> bool:
-        """Tell whether a command waits for the end of the worker's rollout.
+    def _stop_some(self) -> None:
+        """End rollouts after their step if all are to end, or if they will be discarded."""
+        ending = self._running if self.stop_byte[0] else self._discarding()
+        for worker in self._running.keys() & ending:
+            self._running[worker].stop[0] = 1
 
-        Weights change between two calls of the policy. `Get` is a part of every update of weights,
-        which must not wait for an environment that is slow.
+    def _discarding(self) -> set[int]:
+        """Return workers that have a command after which earlier rollouts are discarded."""
+        return {worker for worker, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
+
+    @property
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the ends of rollouts.
+
+        These are the rollouts of all workers with such commands, which then carry them out at once.
         """
-        return worker in self._running and not isinstance(command, m.Load | m.Get | m.Close)
+        waiting = (worker for worker, _, command in self._others if not isinstance(command, _SOON))
+        return not isinstance(self._others[0][2], _SOON) and any(
+            worker in self._running for worker in waiting
+        )
+
+    def _carry_out(self) -> None:
+        """Carry out a command per worker; the environments of all reset at the same time."""
+        replies: dict[int, m.Reply] = {}
+        while self._others and not self._blocked and self._others[0][0] not in replies:
+            worker, ticket, command = self._others.popleft()
+            replies[worker] = self._workers[worker].handle(ticket, command)
+        for worker, reply in replies.items():
+            try:
+                cast("InlineSource", self._workers[worker].source).settle()
+                self._replies.append(reply)
+            except Exception as err:
+                self._replies.append(m.Failed(worker, reply.ticket, err))
 
     def _begin(self) -> None:
         """Begin rollouts that are requested of workers that have none under way."""
@@ -147,8 +179,9 @@ class JointBackend(InlineBackend):
                 continue
             assert isinstance(command, m.Collect)
             one = self._workers[worker]
-            source, steps = cast("InlineSource", one.source), one.collecting(ticket, command)
-            rollout = self._running[worker] = _Rollout(worker, source, steps, self._taken[worker])
+            source, stop = cast("InlineSource", one.source), bytearray(1)
+            steps, taken = one.collecting(ticket, command, stop), self._taken[worker]
+            rollout = self._running[worker] = _Rollout(worker, source, steps, taken, stop)
             self._continue(rollout)
 
     def _continue(self, rollout: _Rollout, error: Exception | None = None) -> None:

@@ -50,16 +50,18 @@ class RayNode:
         return next(_numbers), _out.get().array()
 
     def give(self, number: int, refs: Sequence[Any]) -> None:
-        """Receive the reference of the learner's tensor ``number``."""
+        """Receive the learner's tensor ``number``, which ``refs`` refers to."""
+        # Here: of each reference that outlives its call, Ray keeps some bytes in the learner.
+        given = import_module("ray").get(refs[0])
         with _came:
-            _given[number] = refs[0]
+            _given[number] = given
             _came.notify_all()
 
 
 # What the threads of this process share, if it is an actor.
 _out: queue.SimpleQueue[_OutTransfer] = queue.SimpleQueue()
 _numbers = itertools.count()
-_given: dict[int, Any] = {}
+_given: dict[int, Array] = {}
 _came = threading.Condition()
 
 
@@ -101,9 +103,9 @@ class _InTransfer:
     def finish(self) -> None:
         with _came:
             _came.wait_for(lambda: self.over)
-            reference = _given.pop(self._number)
+            given = _given.pop(self._number)
         # Copied, because Ray's are read-only and occupy its store while they are held.
-        self._tensor.numpy()[:] = import_module("ray").get(reference)
+        self._tensor.numpy()[:] = given
 
 
 class ActorPair:

@@ -98,15 +98,19 @@ class Worker:
             self.answered()
 
     def collecting(
-        self, ticket: int, command: m.Collect
+        self, ticket: int, command: m.Collect, stop: Stop | None = None
     ) -> Generator[JointAct | None, None, m.Rolled | m.Failed]:
-        """Collect as `handle` does, but yield as `InlineSource.collecting` does."""
+        """Collect as `handle` does, but yield as `InlineSource.collecting` does.
+
+        ``stop`` ends this rollout, in place of what ends those of all workers.
+        """
         began = monotonic()
         self._waited += began - self._idle_since
         source, steps = cast("InlineSource", self.source), command.window.steps
         try:
             window = self._window(command.window)
-            report = yield from source.collecting(window, steps, self._stop, command.random)
+            stop = self._stop if stop is None else stop
+            report = yield from source.collecting(window, steps, stop, command.random)
             self._complete(report, began)
             return m.Rolled(self._index, ticket, report)
         except Exception as err:
