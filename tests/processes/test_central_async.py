@@ -331,6 +331,22 @@ def test_environments_of_all_workers_reset_at_the_same_time(tmp_path, apart):
             assert [frames[env]["observation"][0, 1] for env in range(2)] == [0, 0]
 
 
+@pytest.mark.parametrize("apart", [None, False])
+def test_a_reset_does_not_wait_for_rollouts_that_it_discards(apart):
+    with MultiAsyncCollector(
+        [rig.counting(), rig.counting(1, pause=0.5)],
+        stays,
+        inference="central",
+        policy_process=apart,
+        frames_per_batch=1000,
+        total_frames=-1,
+    ) as collector:
+        next(iter(collector))  # that of the slow environment would take 500 seconds
+        with rig.in_time(10.0):
+            collector.reset()
+        assert next(iter(collector)).shape == (1000,)
+
+
 def test_a_call_acts_for_no_more_environments_than_allowed():
     with MultiAsyncCollector(
         ["CartPole-v1"] * 4,
