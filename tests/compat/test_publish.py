@@ -8,7 +8,7 @@ from benchmarks import publish
 
 def run(ratio, day, commit):
     found = {"median": ratio, "q1": ratio - 0.01, "q3": ratio + 0.01, "min": 0.1, "max": 9.0}
-    versions = dict.fromkeys(("torch", "tensordict", "gymnasium", "torchrl", "stable-baselines3"))
+    versions = dict.fromkeys(("tensordict", "gymnasium", "torchrl", "stable-baselines3"))
     entry = {
         "title": "a case",
         "frames_per_second": {"gleanrl": round(100 * ratio), "loop": 100},
@@ -22,7 +22,7 @@ def run(ratio, day, commit):
     return {
         "created": f"2026-01-0{day}T10:00:00",
         "commit": commit and {"id": commit * 8, "changed": False},
-        "versions": {"python": "3.11", "gleanrl": "1.2", **versions},
+        "versions": {"python": "3.11", "torch": "2.13.0", "gleanrl": "1.2", **versions},
         "machine": {"cpu": "Z80", "usable_cores": 2, "load_average": [0, 0, 0]},
         "settings": {},
         "cases": {"case": entry},

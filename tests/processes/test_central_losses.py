@@ -261,7 +261,10 @@ def test_others_go_on_without_a_worker_at_their_own_pace(kind, tmp_path):
         makers.append(rig.counting(2))
         with collecting(kind, makers, on_failure="continue") as collector:
             collector.set_seed(3)
-            while any(len(found[number]) < 12 for number in (0, 2)):
+            lost = fault is rig.kill
+            while any(len(found[number]) < 12 for number in (0, 2)) or (
+                collector.stats()["workers_lost"] != lost
+            ):
                 batch = collector.next()
                 seen = batch["next", "observation"]
                 row = seen[:, 1].tolist(), batch[IDS].tolist(), batch["action"].tolist()
