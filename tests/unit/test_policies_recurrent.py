@@ -38,15 +38,15 @@ class Cell(TensorDictModuleBase):
 
 
 class Layers(TensorDictModuleBase):
-    """A recurrent layer of torch, whose states are `[layers, size]` per environment."""
+    """Recurrent layers of torch, whose states are `[layers, size]` per environment."""
 
     in_keys = ["observation", "h", "c"]
     out_keys = ["action", ("next", "h"), ("next", "c")]
 
-    def __init__(self):
+    def __init__(self, layers=1):
         super().__init__()
         torch.manual_seed(0)
-        self.lstm, self.head = nn.LSTM(4, 8, 2, batch_first=True), nn.Linear(8, 3)
+        self.lstm, self.head = nn.LSTM(4, 8, layers, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, tensordict):
         before = [tensordict[key].transpose(0, 1).contiguous() for key in "hc"]
@@ -81,7 +81,7 @@ def gru():
 
 KINDS = {
     "own-module": (Cell, [("hidden", (8,))], False),
-    "layers": (Layers, [("h", (2, 8)), ("c", (2, 8))], False),
+    "layer": (Layers, [("h", (1, 8)), ("c", (1, 8))], False),
     "cell-in-modules": (modules, [("hidden", (8,))], False),
     "lstm": (lstm, [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))], True),
     "gru": (gru, [("recurrent_state", (1, 8))], True),
@@ -139,11 +139,46 @@ class Plain(nn.Module):
         return self.head(out[0]), after[0]
 
 
-def test_a_state_of_another_shape_than_the_layers_of_a_network_has_to_be_declared():
+def test_the_state_of_a_layered_network_has_to_be_declared():
     policy = Mod(Plain(), ["observation", "hidden"], ["action", ("next", "hidden")])
-    with pytest.raises(PolicyError, match=r"declare its shape.*state_shapes = \{'hidden'"):
+    with pytest.raises(PolicyError, match=r"unknown shape; .*state_shapes = \{'hidden'"):
         make(policy, layout((5,), FLOATS))
     policy.state_shapes = {"hidden": (8,)}
+    same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])
+
+
+@pytest.mark.parametrize("turn", [True, False])
+def test_the_states_of_several_layers_have_to_be_declared(turn):
+    """States that are not turned fit two environments, and mix them."""
+    policy = Layers(2)
+    if not turn:
+        policy.forward = lambda td: unturned(policy, td)
+    with pytest.raises(PolicyError, match="unknown shape"):
+        make(policy, layout((2,), FLOATS))
+    if turn:
+        policy.state_shapes = {"h": (2, 8), "c": (2, 8)}
+        states = [("h", (2, 8)), ("c", (2, 8))]
+        same(policy, layout((5,), FLOATS, ends=ENDS), states=states)
+
+
+def unturned(policy, td):
+    out, (h, c) = policy.lstm(td["observation"].unsqueeze(1), (td["h"], td["c"]))
+    return td.update({"action": policy.head(out[:, 0]), "next": {"h": h, "c": c}})
+
+
+def test_a_state_beside_an_encoder_of_layers_has_to_be_declared():
+    policy = Opaque()
+    policy.encoder = nn.GRU(4, 8)
+    policy.forward = lambda td: td.update(
+        {"action": td["observation"][..., :3], "next": {"memory": td["memory"] + 1}}
+    )
+    with pytest.raises(PolicyError, match="unknown shape"):
+        make(policy, layout((5,), FLOATS))
+
+
+def test_a_cell_tells_the_shape_beside_an_encoder_of_layers():
+    policy = Cell()
+    policy.encoder = nn.GRU(4, 16)
     same(policy, layout((5,), FLOATS, ends=ENDS), states=[("hidden", (8,))])
 
 
@@ -230,6 +265,31 @@ def test_a_policy_that_reads_is_init_makes_its_first_state(fast):
     with Collector("Pendulum-v1", OwnStart(), **options) as collector:
         actions = next(iter(collector))["action"].flatten().tolist()
     assert actions == [3, 4, 5, 3, 4, 5]
+
+
+class Begins(TensorDictModuleBase):
+    """Begins with states of its own, of the shape of its layer or not."""
+
+    in_keys = ["observation", "h", "c", "is_init"]
+    out_keys = ["action", ("next", "h"), ("next", "c")]
+
+    def __init__(self, layer, shape):
+        super().__init__()
+        self.encoder, self.shape = layer, shape
+
+    def forward(self, tensordict):
+        start = torch.full((*tensordict.batch_size, *self.shape), 3.0)
+        for key in "hc":
+            tensordict["next", key] = tensordict.get(key, start) + 1
+        tensordict["action"] = tensordict["next", "h"].flatten(-len(self.shape))[..., :1]
+        return tensordict
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (16,)], ids=str)
+@pytest.mark.parametrize("layer", [nn.GRU(3, 8), nn.LSTM(3, 8)], ids=["gru", "lstm"])
+def test_layers_leave_a_policy_that_reads_is_init_its_first_state(layer, shape):
+    with Collector("Pendulum-v1", Begins(layer, shape), frames_per_batch=3) as collector:
+        assert next(iter(collector))["action"].flatten().tolist() == [4, 5, 6]
 
 
 def test_next_entries_that_are_not_read_are_outputs_and_no_states():

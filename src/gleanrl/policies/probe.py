@@ -492,7 +492,7 @@ def _first_state(
     """Return shapes, without batch dimensions, and dtypes of the states that begin with zeros.
 
     The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
-    are those of the recurrent cell inside. A policy that reads ``"is_init"`` may make its own.
+    are those of the cell or LSTM inside. A policy that reads ``"is_init"`` may make its own.
     """
     if not states:
         return {}
@@ -507,22 +507,27 @@ def _first_state(
             spec = primers.get(key if len(key) > 1 else key[0], None)
             if spec is not None:
                 shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
-    cells = {shape for module in modules_of(policy) if (shape := _cell_state(module))}
-    if not shapes and len(cells) == 1:
-        shapes = dict.fromkeys(states, (cells.pop(), torch.get_default_dtype()))
+    begins = IS_INIT in (adapted.in_keys or ())
+    known = _recurrent_shapes(policy, lstm=len(states) == 2 and not begins)
+    if not shapes and len(known) == 1:
+        shapes = dict.fromkeys(states, (known.pop(), torch.get_default_dtype()))
     unknown = [key for key in states if key not in shapes]
-    if unknown and (shapes or IS_INIT not in (adapted.in_keys or ())):
+    if unknown and (shapes or not begins):
         raise unknown_state(unknown)
     return shapes
 
 
-def _cell_state(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of a recurrent layer's state for one environment, ``()`` of others."""
-    if isinstance(module, nn.RNNCellBase):
-        return (module.hidden_size,)
-    if isinstance(module, nn.RNNBase) and not module.proj_size:
-        return (module.num_layers * (1 + module.bidirectional), module.hidden_size)
-    return ()
+def _recurrent_shapes(policy: Any, *, lstm: bool) -> set[tuple[int, ...]]:
+    """Return the shapes of the states of cells; where there are none, of an ``nn.LSTM`` if asked.
+
+    Its two states are known by their number. A GRU may be an encoder beside a state of any shape.
+    Two layers would take ``[2, layers, size]`` of two environments for ``[layers, 2, size]``.
+    """
+    modules = list(modules_of(policy))
+    cells: set[tuple[int, ...]]
+    cells = {(m.hidden_size,) for m in modules if isinstance(m, nn.RNNCellBase)}
+    layers = (m for m in modules if lstm and isinstance(m, nn.LSTM) and m.num_layers == 1)
+    return cells or {(1, m.hidden_size) for m in layers}
 
 
 def _shape(value: Any) -> tuple[int, ...]:
