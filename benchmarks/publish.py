@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.torchrl_scripts import rate
+from tools.torchrl_scripts import LIBRARIES, rate
 
 from benchmarks import picture, scaling
 from benchmarks.harness import OURS, compared
@@ -49,10 +49,14 @@ def take(name: str, results: Sequence[Path]) -> None:
 
 def _take_scripts(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     """Publish the last run of each script; scripts that were not run again stay as they are."""
-    rows = {row["script"]: row for row in _published("scripts")["scripts"]} if path.exists() else {}
-    for run in runs:
-        origin = {key: run[key] for key in _PROVENANCE}
-        rows |= {row["script"]: {**row, **origin} for row in run["scripts"]}
+    if any(len(row.keys() & LIBRARIES) == 1 for run in runs for row in run["scripts"]):
+        sys.exit("a run with --only has nothing to compare: take runs of both libraries")
+    rows: dict[str, dict[str, Any]] = {}
+    for run in [*([_published("scripts")] if path.exists() else []), *runs]:
+        origin = {key: run[key] for key in _PROVENANCE if key in run}  # else each row has its own
+        for row in run["scripts"]:
+            if "gleanrl" in row or row["script"] not in rows:
+                rows[row["script"]] = {**row, **origin}
     path.write_text(json.dumps({"scripts": list(rows.values())}, indent=1) + "\n")
 
 
@@ -237,6 +241,8 @@ def _ratios_of(scripts: Iterable[dict[str, Any]]) -> list[float]:
 def _scripts_median() -> list[str]:
     """Return a sentence on all scripts."""
     ratios = _ratios_of(_published("scripts")["scripts"])
+    if not ratios:
+        return ["No script was measured with both libraries."]
     return [
         f"Over {len(ratios)} of TorchRL's own scripts, with only the collector's import changed, "
         f"GleanRL collects {times(statistics.median(ratios))} times as fast in the median (from "

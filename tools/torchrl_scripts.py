@@ -478,8 +478,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results to FILE")
     given = parser.parse_args(arguments)
     libraries = [given.only] if given.only else list(LIBRARIES)
+    try:
+        chosen = [script for script in SCRIPTS if re.search(given.k, script.path)]
+    except re.error as err:
+        parser.error(f"-k {given.k}: {err}")
     print(f"{'frames per second of collecting':66}  {'  '.join(f'{x:>14}' for x in libraries)}")
-    chosen = [script for script in SCRIPTS if re.search(given.k, script.path)]
     options = (given.path, libraries, given.seconds, given.alone)
     rows = [compare(script, *options) for script in chosen]
     if given.json:

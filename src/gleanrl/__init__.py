@@ -44,6 +44,7 @@ __all__ = [
     "LazyTensorStorage",
     "ListStorage",
     "Logger",
+    "MissingEntryError",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiProcessWeightSyncScheme",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from benchmarks import publish
+from tools import torchrl_scripts
 
 
 def run(ratio, day, commit):
@@ -86,3 +87,56 @@ def test_limits_name_the_three_that_are_furthest_from_their_target(published, mo
     assert lines[0] == "4 of 5 targets are missed. Furthest from the target are:"
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| 0.2", "| 0.3", "| 0.5"]
     assert lines[4].endswith("| Slow. |")
+
+
+def scripts(tmp_path, monkeypatch, *runs):
+    """Take runs of scripts, each on a day with frames per second; return the published rows."""
+    monkeypatch.setattr(publish, "PUBLISHED", tmp_path)
+    origin = {key: run(1.0, 1, "a")[key] for key in ("commit", "versions", "machine")}
+    for day, rows in enumerate(runs, 1):
+        found = [
+            {"script": script, **{k: {"ended": "limit", "collecting": v} for k, v in rates.items()}}
+            for script, rates in rows.items()
+        ]
+        (tmp_path / "run").write_text(
+            json.dumps({**origin, "created": f"2026-01-0{day}", "scripts": found})
+        )
+        publish.take("scripts", [tmp_path / "run"])
+    rows = json.loads((tmp_path / "scripts.json").read_text())["scripts"]
+    return {row["script"]: (row["created"], row.get("gleanrl")) for row in rows}
+
+
+BOTH = {"gleanrl": 4.0, "torchrl": 2.0}
+
+
+def test_scripts_that_were_not_run_again_stay_as_they_are(tmp_path, monkeypatch):
+    runs = {"a": BOTH, "b": BOTH}, {"a": {}, "b": BOTH, "c": {}}
+    rows = scripts(tmp_path, monkeypatch, *runs)
+    ours = {"ended": "limit", "collecting": 4.0}
+    days = {"a": ("2026-01-01", ours), "b": ("2026-01-02", ours), "c": ("2026-01-02", None)}
+    assert rows == days
+    assert "2.0 times as fast in the median" in publish.table("scripts_median")
+
+
+def test_a_run_of_one_library_is_not_published(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="take runs of both libraries"):
+        scripts(tmp_path, monkeypatch, {"a": BOTH}, {"a": {"gleanrl": 8.0}})
+    assert scripts(tmp_path, monkeypatch)["a"][0] == "2026-01-01"
+
+
+def test_scripts_published_in_one_piece_keep_where_they_come_from(tmp_path, monkeypatch):
+    scripts(tmp_path, monkeypatch, {"a": BOTH})
+    (tmp_path / "run").rename(tmp_path / "scripts.json")
+    assert set(scripts(tmp_path, monkeypatch, {}, {"b": BOTH})) == {"a", "b"}
+    assert "2026-01-01 and 2026-01-02" in publish.table("scripts")
+
+
+def test_no_script_with_both_libraries_has_no_median(tmp_path, monkeypatch):
+    scripts(tmp_path, monkeypatch, {"a": {}})
+    assert publish.table("scripts_median") == "No script was measured with both libraries.\n"
+
+
+def test_an_expression_that_cannot_be_read_is_an_error_of_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        torchrl_scripts.main([".", "-k", "("])
+    assert "-k (: missing )" in capsys.readouterr().err

@@ -277,6 +277,23 @@ def test_an_entry_of_another_type_is_named_and_changes_nothing():
         collector.next()
 
 
+@pytest.mark.parametrize("options", [{}, {"environments": False}], ids=str)
+@pytest.mark.parametrize("lacks", ["trajectories/whole/frames", "ledger/unfinished"])
+def test_an_entry_that_another_version_does_not_save_is_named_and_changes_nothing(lacks, options):
+    *path, last = lacks.split("/")
+    with small(trajs_per_batch=1) as collector, small(trajs_per_batch=1) as other:
+        for one in (collector, other):
+            one.set_seed(3)
+            one.next()
+        state = part = copy.deepcopy(other.state_dict())
+        for name in path:
+            part = part[name]
+        del part[last]
+        with pytest.raises(ConfigError, match=f"another version of GleanRL.*'{last}'"):
+            collector.load_state_dict(state, **options)
+        assert same(collector.next(), other.next())
+
+
 # -- verify=True -----------------------------------------------------------------------------------
 
 

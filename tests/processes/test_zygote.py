@@ -275,23 +275,47 @@ def test_pandas_is_imported_once_and_starts_no_thread(plain):
     assert plain[1:3] == ["True", "1"]
 
 
+_LEARNER = f"""
+import os, pathlib, sys
+from gleanrl import MultiSyncCollector
+from gleanrl.transport.process import zygote
+for name in [name for name in sys.modules if name.partition(".")[0] == "torchrl"]:
+    del sys.modules[name]
+sys.executable = {warm.PYTHON!r}  # whose zygote has imported nothing before
+def make():
+    import gymnasium
+    has = sys.modules.get("torchrl.envs")
+    print(getattr(has, "found", "torchrl") if has else "none", flush=True)
+    return gymnasium.make("CartPole-v1")
+def worker():
+    MultiSyncCollector([make], frames_per_batch=4, total_frames=4).shutdown()
+    print(len(list(pathlib.Path(f"/proc/{{zygote()._process.pid}}/task").iterdir())), flush=True)
+    zygote().close()
+"""
+
+
 def test_torchrl_is_imported_once_for_the_workers_of_a_learner_that_has_it():
+    assert run(_LEARNER + "import torchrl.envs; worker()").split() == ["torchrl", "1"]
+
+
+def test_workers_import_torchrl_if_a_zygote_would_not_import_what_the_learner_has(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name / "torchrl" / "envs").mkdir(parents=True)
+        (tmp_path / name / "torchrl" / "__init__.py").write_text("")
+        source = f"import os, sys\nfound = '{name}'\n'EXIT' in os.environ and sys.exit(3)\n"
+        (tmp_path / name / "torchrl" / "envs" / "__init__.py").write_text(source)
     said = run(
-        """
-        import pathlib, sys
-        from gleanrl import MultiSyncCollector
-        from gleanrl.transport.process import zygote
-        zygote()  # before
-        import torchrl.envs
-        def make():
-            import gymnasium
-            print("torchrl.envs" in sys.modules, flush=True)
-            return gymnasium.make("CartPole-v1")
-        MultiSyncCollector([make] * 2, frames_per_batch=4, total_frames=4).shutdown()
-        print(len(list(pathlib.Path(f"/proc/{zygote()._process.pid}/task").iterdir())))
-        """
+        f"""{_LEARNER}
+sys.path.insert(0, {str(tmp_path / "one")!r})
+import torchrl.envs
+os.environ["EXIT"] = "1"
+worker()  # to import it ends the process
+del os.environ["EXIT"]
+sys.path[0] = {str(tmp_path / "other")!r}
+worker()  # it would import another file
+"""
     )
-    assert said.split() == ["True", "True", "1"]
+    assert said.split() == ["none", "1"] * 2
 
 
 def test_a_lazy_stack_in_the_learner_leaves_workers_able_to_stack(plain):

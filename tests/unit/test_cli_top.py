@@ -104,6 +104,16 @@ def test_a_status_that_is_old_says_so(runtime, capsys):
         assert re.search(r"as it was (7[5-9]|[89]\d) seconds ago", top(capsys, "--once")[1])
 
 
+def test_a_status_of_version_0_2_says_so(runtime, capsys):
+    with make():
+        (file,) = runtime.iterdir()
+        status = json.loads(file.read_text()) | {"hosts": ["here", "here"]}
+        file.write_text(json.dumps(status))
+        code, out, _ = top(capsys, "--once")
+    assert code == 0
+    assert "another version" in out
+
+
 def test_a_failure_in_the_background_is_shown(runtime, capsys):
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
     collector = make(replay_buffer=buffer, pre_collect_hook=lambda: 1 / 0)

@@ -36,6 +36,7 @@ _LIST_COLUMNS = ("PID", "collector", "command", "frames", "frames/s")
 _WIDE, _PIPE_COLUMNS = 100, 120
 _OLD_S = 2
 """Seconds after which a status is old; collectors renew it with each batch."""
+_OTHER_VERSION = "Its GleanRL is another version: 'gleanrl top' of that one shows its workers."
 _QUIT = {b"q", b"Q", b"\x1b", b"\x04"}
 Status = Mapping[str, Any]
 
@@ -143,11 +144,14 @@ def _one(status: Status) -> list[RenderableType]:
     if error := status.get("error"):
         return [*lines, Text(plain(error), style="red")]
     lines.append(Text(_progress(stats)))
+    hosts = status.get("hosts", {})
+    if not isinstance(hosts, dict):
+        return [*lines, Text(_OTHER_VERSION, style="yellow")]
     wide = shutil.get_terminal_size().columns >= _WIDE
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1 + wide, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
-    for name, host in status.get("hosts", {}).items():
+    for name, host in hosts.items():
         prefix, worker = f"{name}/", name.removeprefix("worker_")
         own = {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
         lost = own.get("alive") is False

@@ -452,7 +452,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
 
         Raises:
             ConfigError: the state of another number of workers, or of something else.
-            KeyError: ``strict`` and an entry is missing.
+            MissingEntryError: ``strict`` and an entry is missing (a `KeyError` too).
             WeightsError: the policy's weights do not fit; nothing was loaded.
         """
         options = {"allow_pickle": allow_pickle, "environments": environments}

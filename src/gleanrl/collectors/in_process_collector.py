@@ -19,7 +19,7 @@ from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.states import OF_ALL
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ConfigError, for_users
+from gleanrl.core.errors import ConfigError, MissingEntryError, for_users
 from gleanrl.engine.early_stop import Interruptor, stop_byte
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.replacing_workers import reseeded
@@ -215,7 +215,7 @@ class Collector(BaseCollector):
         expected = ("policy_state_dict", "env_state_dict", "frames", "iter", "worker")
         missing = [name for name in expected if name not in state_dict]
         if strict and missing:
-            raise KeyError(
+            raise MissingEntryError(
                 f"state_dict lacks {missing}; load with strict=False to keep what is there"
             )
         own = {name: state_dict[name] for name in OF_ALL if name in state_dict}

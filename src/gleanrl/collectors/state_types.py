@@ -15,6 +15,9 @@ Kind: TypeAlias = Any
 """A class; ``None``; a list with the kind of all items; a dict with the kinds of entries, of which
 ``...`` is that of all others; or a tuple of alternatives."""
 
+NO_STATE = (
+    "this is no state of such a collector, or another version of GleanRL saved it and can load it"
+)
 _BATCH = list
 """The result of `save_state`, whose contents `load_state` checks."""
 _WORKER: Kind = {
@@ -78,7 +81,7 @@ def check_types(state: Any) -> None:
     names = state if isinstance(state, Mapping) else ()
     workers = {name: _ENTRY for name in names if re.fullmatch(r"worker\d+", str(name))}
     if at := _misfit(state, {**_OF_ALL, **_ENTRY, **workers}, "state"):
-        raise ConfigError(f"this is no state of such a collector: {at} has another type")
+        raise ConfigError(f"{NO_STATE} ({at} has another type)")
 
 
 @contextlib.contextmanager

@@ -10,9 +10,16 @@ from typing import Any, TypeAlias
 
 from gleanrl.collectors import checkpoints
 from gleanrl.collectors.running_collection import Collection
-from gleanrl.collectors.state_types import check_types, explained
+from gleanrl.collectors.state_types import NO_STATE, check_types, explained
 from gleanrl.core import messages as m
-from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WeightsError, WorkerDied
+from gleanrl.core.errors import (
+    ClosedError,
+    CollectorTimeout,
+    ConfigError,
+    MissingEntryError,
+    WeightsError,
+    WorkerDied,
+)
 from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Undelivered
@@ -217,7 +224,7 @@ def restore(
         return collection.restarted
 
 
-_explained = partial(explained, "this is no state of such a collector", (WeightsError, KeyError))
+_explained = partial(explained, NO_STATE, (WeightsError,))
 _Policies: TypeAlias = dict[int, tuple[Mapping[str, Any], int]]
 """Weights and version of each worker."""
 _Parts: TypeAlias = tuple[Mapping[str, Any], list[Any], _Policies, dict[int, m.Command]]
@@ -314,7 +321,7 @@ def _entries_of(state_dict: Mapping[str, Any], workers: int, strict: bool) -> li
     known = [name for name in names if name in state_dict]
     missing += [f"{name}.worker" for name in known if "worker" not in state_dict[name]]
     if strict and missing:
-        raise KeyError(f"state_dict lacks {missing}; load with strict=False to do without")
+        raise MissingEntryError(f"state_dict lacks {missing}; load with strict=False to do without")
     return [state_dict[name] for name in names]
 
 

@@ -45,6 +45,10 @@ class UnknownEnvError(ConfigError, _UnquotedKeyError):
     """No environment is registered under the given id."""
 
 
+class MissingEntryError(ConfigError, _UnquotedKeyError):
+    """A state lacks an entry."""
+
+
 class EnvError(GleanError, RuntimeError):
     """An environment returned something its declared spaces do not allow."""
 

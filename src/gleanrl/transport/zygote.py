@@ -46,13 +46,12 @@ _PROGRAM = """\
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
 from gleanrl.transport.zygote import main
-main(*map(int, sys.argv[1:]))
+main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 _PRELOADED = "gleanrl"
 """The package of which workers find every public name imported."""
-_PRELOADED_TOO = ("torchrl.envs",)
-"""Modules that take seconds to import: workers find them imported if the learner has imported them
-before. Each worker by itself would take that time and tens of megabytes."""
+_TORCHRL = "torchrl.envs"
+"""A module that takes a second to import, and tens of megabytes, in each worker that needs it."""
 _PR_SET_PDEATHSIG = 1
 _ARROW = "JE_ARROW_MALLOC_CONF"
 """Whether pyarrow, which pandas imports, starts a thread; no fork may find one here."""
@@ -76,8 +75,6 @@ class Zygote:
         """By kind and number of the fork, because process ids come round again."""
         self._numbers: dict[int, int] = {}
         """The latest fork that got a process id."""
-        self._preloaded: set[int] = set()
-        """Those of `_PRELOADED_TOO` that the zygote has imported, or will before its next fork."""
         # Collectors in several threads share the zygote: the thread that reads a message notes it
         # for all. Reentrant, because the garbage collector may close one collector in the middle of
         # another's fork.
@@ -112,7 +109,6 @@ class Zygote:
         """
         deadline = Deadline(timeout)
         with self._lock:
-            self._share_imports()
             number = next(self._forks)
             forked, refused = (b"F", number), [(b"X", number), (b"X", 0)]
             try:
@@ -145,12 +141,6 @@ class Zygote:
         finally:
             self._lock.release()
         return self._replies[ended]
-
-    def _share_imports(self) -> None:
-        for index, name in enumerate(_PRELOADED_TOO):
-            if name in sys.modules and index not in self._preloaded:
-                self._preloaded.add(index)
-                self._request(b"load", index)
 
     def _request(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
         if self._socket.fileno() >= 0:
@@ -247,7 +237,7 @@ def _spawned(given: Sequence[int]) -> subprocess.Popen[bytes]:
     try:
         # A session of its own: Ctrl-C in the terminal is the learner's to handle.
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, fds)],
+            [sys.executable, "-c", _PROGRAM, _learners_torchrl(), *map(str, fds)],
             pass_fds=fds,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -260,6 +250,13 @@ def _spawned(given: Sequence[int]) -> subprocess.Popen[bytes]:
             os.close(fd)
 
 
+def _learners_torchrl() -> str:
+    """Return the file of the torchrl whose environments this process has imported, if it has."""
+    if sys.modules.get(_TORCHRL) is None:
+        return ""
+    return getattr(sys.modules.get("torchrl"), "__file__", None) or ""
+
+
 def _inherited(stream: TextIO | None) -> int | None:
     # A descriptor that is free would become that of a socket, and printing a message on it.
     return subprocess.DEVNULL if stream is None or stream.closed else None
@@ -268,10 +265,11 @@ def _inherited(stream: TextIO | None) -> int | None:
 # -- in the zygote ---------------------------------------------------------------------------------
 
 
-def main(fd: int, owner: int = -1) -> None:
+def main(torchrl: str, fd: int, owner: int = -1) -> None:
     """Import the modules of workers, then fork on request until the learner is gone.
 
-    ``owner`` is a descriptor that tells when the learner's process ends; -1 for none.
+    ``torchrl`` is the result of `_learners_torchrl` there; ``owner`` is a descriptor that tells
+    when the learner's process ends, -1 for none.
     """
     for each in (fd, owner):
         if each >= 0:
@@ -280,7 +278,7 @@ def main(fd: int, owner: int = -1) -> None:
     signal.signal(signal.SIGTERM, _stay)
     code = 1
     try:
-        preload(_import_pandas)  # once, for all workers
+        preload(_import_pandas, partial(_import_torchrl, torchrl))  # once, for all workers
         from gleanrl.transport import node_endpoint, worker_loop
 
         works: Mapping[bytes, Callable[..., None]] = {
@@ -329,8 +327,15 @@ def _import_pandas() -> None:
         del os.environ[_ARROW]
 
 
+def _import_torchrl(file: str) -> None:
+    """Import TorchRL's environments, if this process would import the learner's ``file``."""
+    spec = importlib.util.find_spec("torchrl")
+    if spec is not None and spec.origin == file:
+        _import(_TORCHRL)
+
+
 def _import(name: str) -> None:
-    with contextlib.suppress(Exception):  # a broken module is an error where it is used
+    with contextlib.suppress(BaseException):  # a broken module is an error where it is used
         importlib.import_module(name)
 
 
@@ -392,9 +397,6 @@ class _Zygote:
         if what == b"kill":
             for pid in [pid for pid, of in self._children.items() if of == number]:
                 os.kill(pid, signal.SIGKILL)
-            return True
-        if what == b"load":
-            preload(partial(_import, _PRELOADED_TOO[number]))
             return True
         try:
             pid = self._fork(lambda: self._become_worker(what, fds))
