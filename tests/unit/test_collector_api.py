@@ -458,6 +458,16 @@ def test_weights_that_do_not_fit_change_nothing():
         assert collector.stats()["policy_version"] == 0
 
 
+def test_floats_are_not_cut_to_whole_numbers():
+    policy = linear(0.0)
+    policy.module.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    weights = {**linear(1.0).state_dict(), "module.seen": torch.tensor(0.5)}
+    with pendulum(policy) as collector:
+        with pytest.raises(WeightsError, match=r"'module.seen' is torch.float32, the model's is t"):
+            collector.update_policy_weights_(weights)
+        assert not policy.module.weight.any()
+
+
 def test_contradicting_updates_are_refused():
     with pendulum(linear()) as collector:
         with pytest.raises(ConfigError, match="give weights once"):

@@ -424,8 +424,12 @@ def test_a_dataset_is_written_in_other_formats(tmp_path, recorded):
     pytest.importorskip("pyarrow")
     converted(recorded / "tensordict-v0", tmp_path / "parquet", "parquet")
     converted(tmp_path / "parquet", tmp_path / "again-v0", "minari", seed=3)
+    converted(tmp_path / "parquet", tmp_path / "twice", "parquet")
     expected = in_order(load_dataset(recorded / "tensordict-v0"))
     equal(in_order(load_dataset(tmp_path / "again-v0")), expected)
+    twice = load_dataset(tmp_path / "twice")
+    equal(in_order(twice), expected)
+    assert not {"done", "terminated", "truncated"} & set(twice.keys())
     assert card_of(tmp_path / "again-v0")["seed"] == 3
 
 

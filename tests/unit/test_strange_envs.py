@@ -1,5 +1,6 @@
 """Environments that do what nobody expects: replaced methods, reused memory, odd rewards."""
 
+import itertools
 import types
 
 import gymnasium as gym
@@ -483,12 +484,17 @@ def test_numbers_of_any_kind_are_rewards(number):
     assert (collect(Paid)["next", "reward"] == float(number)).all()
 
 
-@pytest.mark.parametrize("flag", ["no", None, np.array(["x"])])
-def test_odd_flags_are_errors(flag):
+@pytest.mark.parametrize(
+    ("flag", "since"),
+    [("no", 0), (None, 0), (np.array(["x"]), 0), (2, 0), ("no", 2), (float("nan"), 2), ({1: 2}, 2)],
+)
+def test_odd_flags_are_errors(flag, since):
+    steps = itertools.count()
+
     class Odd(Line):
         def step(self, action):
-            observation, reward, _, *rest = super().step(action)
-            return observation, reward, flag, *rest
+            observation, reward, terminated, *rest = super().step(action)
+            return observation, reward, flag if next(steps) >= since else terminated, *rest
 
     with pytest.raises(EnvError, match="environment 0 returned terminated="):
         collect(Odd)

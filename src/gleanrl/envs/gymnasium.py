@@ -217,8 +217,8 @@ class GymnasiumEnv(WindowEnv):
             if dead or late or env in cut:
                 ended.append(env)
                 done_row[env] = True
-                dead_row[env] = dead
-                late_row[env] = late or not dead
+                dead_row[env] = check_flag(dead, env, "terminated")
+                late_row[env] = check_flag(late, env, "truncated") or not dead
         began = monotonic()
         for env in ended if resets else ():
             returned = self._reset_one(env, None)

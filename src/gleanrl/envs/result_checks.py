@@ -15,6 +15,7 @@ from gleanrl.core.window import Array
 
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that hold plain numbers."""
+_BOOLS = (bool, np.bool_)
 _PLAIN_NUMBERS = frozenset(
     {float, int, bool, np.bool_}
     | {np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["Float"]}
@@ -40,13 +41,16 @@ def not_five(result: Any, who: str, names: str = "terminated, truncated, info") 
 
 def check_flag(flag: Any, env: int, name: str) -> bool:
     """Return one environment's end flag."""
+    if type(flag) in _BOOLS:
+        return bool(flag)
     value = np.asarray(flag)
-    if value.size != 1 or value.dtype.kind not in NUMBERS or bool(flag) != bool(value.item()):
+    number = value.item() if value.size == 1 and value.dtype.kind in NUMBERS else None
+    if number not in (0, 1) or bool(flag) != bool(number):
         raise EnvError(
             f"environment {env} returned {name}={flag!r:.100}; it must be a bool (what steps "
             "several environments at once must be a gymnasium.vector.VectorEnv)"
         )
-    return bool(value.item())
+    return bool(number)
 
 
 def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:

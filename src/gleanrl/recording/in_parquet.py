@@ -68,7 +68,11 @@ class ParquetPart(Part):
             raise TensorFileError(f"{path} cannot be read: {err}") from err
         self.frames = self._file.metadata.num_rows
         there = set(self._file.schema_arrow.names)
-        self.files = [file for file in metadata.files if _name(file.key) in there]
+        self.files = [
+            file
+            for file in metadata.files
+            if _name(file.key) in there and not _is_root_flag(file.key)
+        ]
 
     def _values(self, file: TensorFile) -> torch.Tensor:
         column = self._file.read([_name(file.key)]).column(0).combine_chunks()
@@ -81,7 +85,7 @@ def _columns(dataset: Dataset) -> dict[str, TensorFile]:
     keys = set(dataset.keys())
     columns: dict[str, TensorFile] = {}
     for file in dataset.metadata.files:
-        if file.key[-1] in END_FLAGS and file.key[0] != NEXT:  # environments are reset
+        if _is_root_flag(file.key):  # environments are reset
             if dataset.read(file.key).any():
                 raise TensorFileError(
                     f"{format_key(file.key)} is True in some frames, and tables have columns for "
@@ -99,6 +103,10 @@ def _columns(dataset: Dataset) -> dict[str, TensorFile]:
             raise TensorFileError(f"{name!r} is complex, which Parquet does not have")
         columns[name] = file
     return columns
+
+
+def _is_root_flag(key: Key) -> bool:
+    return key[-1] in END_FLAGS and key[0] != NEXT
 
 
 def _name(key: Key) -> str:

@@ -147,7 +147,7 @@ def _wrong(value: Any, shape: tuple[int, ...], wanted: torch.dtype) -> str | Non
         return "is on the meta device: it has no values"
     if tuple(value.shape) != shape:
         return f"has shape {tuple(value.shape)}, the model's is {shape}"
-    if value.is_complex() and not wanted.is_complex:
+    if not torch.can_cast(value.dtype, wanted):
         return f"is {value.dtype}, the model's is {wanted}"
     if value.dtype != wanted and value.is_floating_point() and wanted.is_floating_point:
         finite = value.detach().isfinite()
