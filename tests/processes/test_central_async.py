@@ -766,7 +766,8 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_alive_at_exit_says_nothing():
-    command = [str(warm.START), "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
+    command = [warm.PYTHON, "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "Traceback" not in done.stderr, done.stderr[-1500:]
