@@ -36,10 +36,13 @@ from gleanrl import (
     Collector,
     CollectorTimeout,
     ConfigError,
+    MultiAsyncCollector,
     MultiSyncCollector,
+    PolicyError,
     WorkerDied,
 )
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.envs import ParallelEnv
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -291,6 +294,55 @@ def test_actions_of_another_dtype_reach_torchrls_environments_as_they_are_writte
     for batch, other in zip(made, reference, strict=True):
         assert batch["action"].dtype == torch.float32
         assert same(batch, other)
+
+
+def writing(dtype, *shape):
+    """Return a policy whose actions are ones of another dtype or shape than specs have."""
+    return TensorDictModule(
+        lambda observation: torch.ones(*observation.shape[:-1], *shape).to(dtype),
+        ["observation"],
+        ["action"],
+    )
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.int64, (1,)), (torch.float64, (1,)), (torch.float32, (2,))]
+)
+def test_random_frames_are_never_cast_to_the_actions_of_the_policy(kind, dtype, shape):
+    make, policy = partial(TorchRLGymEnv, "Pendulum-v1"), writing(dtype, *shape)
+    options = {"frames_per_batch": 8, "inference": "central", "policy_process": False}
+    with pytest.raises(PolicyError, match="its spec has torch.float32 of shape .*random frames"):
+        kind([make] * 2, policy, init_random_frames=8, **options)
+    collector = kind([make] * 2, policy, total_frames=8, **options)
+    (batch,) = collected(collector, 0)
+    assert batch["action"].dtype == dtype
+    assert (batch["action"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("env", "dtype", "shape"),
+    [
+        ("Pendulum-v1", torch.float16, (1,)),
+        ("Pendulum-v1", torch.int64, (1,)),
+        ("Pendulum-v1", torch.float32, (1, 1)),
+        ("CartPole-v1", torch.float32, (2,)),
+        ("CartPole-v1", torch.bool, (2,)),
+        ("CartPole-v1", torch.int64, ()),
+    ],
+)
+def test_a_parallel_env_takes_the_same_actions_in_rows_and_by_its_own_methods(env, dtype, shape):
+    def outcome(fast):
+        envs, policy = ParallelEnv(2, partial(TorchRLGymEnv, env)), writing(dtype, *shape)
+        options = {"frames_per_batch": 8, "total_frames": 8, "fast": fast}
+        try:
+            collector = Collector(envs, policy, **options)
+        except PolicyError as err:
+            return str(err)
+        (batch,) = collected(collector, 0)
+        return batch["action"].dtype, batch["action"].sum().item(), batch["next", "reward"].tolist()
+
+    assert outcome(fast=True) == outcome(fast=False)
 
 
 def test_how_data_are_stored_reaches_workers():

@@ -3,7 +3,9 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from functools import partial
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import rig
 import torch
+import warm
 from central_rig import ENVS, POLICIES, SIZES, Counting, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -750,3 +753,21 @@ def test_whole_trajectories_go_into_a_buffer(options):
 def test_wrong_arguments_are_named(envs, options, error, message):
     with pytest.raises(error, match=message):
         AsyncBatchedCollector(envs, frames_per_batch=8, **options)
+
+
+SCRIPT = """
+    import builtins
+    import gleanrl
+    collector = gleanrl.MultiAsyncCollector(
+        ["CartPole-v1"] * 2, inference="central", policy_process=False, frames_per_batch=16
+    )
+    batch = next(iter(collector))
+    builtins.kept = gleanrl, collector  # until modules were taken apart
+"""
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_alive_at_exit_says_nothing():
+    command = [warm.PYTHON, "-W", "ignore", "-c", textwrap.dedent(SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "Traceback" not in done.stderr, done.stderr[-1500:]

@@ -197,6 +197,7 @@ class WorkerPlan:
             mask=self.masks,
             stream=None if self.in_process else self.stream + worker,
             frames_per_batch=self.frames[worker],
+            random_frames=self.limits.init_random_frames > 0,
             replay_buffer=buffer if self.fills else None,
             learner_extends=buffer is not None and not self.fills,
             device_rows=self.in_process and self.central is None,

@@ -229,6 +229,8 @@ class SourceOptions(OwnOptions):
     """Deliver ``step_count`` if there is a limit, so that the environment need not have one."""
     frames_per_batch: int = 1
     """Frames of each rollout of the worker."""
+    random_frames: bool = False
+    """Whether the first frames are random."""
     replay_buffer: Any = None
     """The buffer that the worker writes into."""
     learner_extends: bool = False

@@ -18,7 +18,7 @@ from gleanrl.core.window import Window
 from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
 from gleanrl.envs.recorded_step import RecordedStep
 from gleanrl.envs.tensordict_envs import TensorDictHandle
-from gleanrl.envs.tensordict_rows import TensorDictRows
+from gleanrl.envs.tensordict_rows import ForeignSpec, TensorDictRows
 from gleanrl.envs.torchrl_parts import Parts, parts_of
 
 _DRAWS = 5
@@ -58,7 +58,11 @@ class TransformedRows(TensorDictRows):
 
     def proven_specs(self) -> dict[Key, Spec] | None:
         """Return own specs with the draws of the environment; ``None`` without proof."""
-        specs = {key: drawn.own for key, drawn in self._drawn.items() if drawn.own is not None}
+        specs: dict[Key, Spec] = {
+            key: ForeignSpec(drawn.own, stepwise=True)
+            for key, drawn in self._drawn.items()
+            if drawn.own is not None
+        }
         return specs if len(specs) == len(self._drawn) else None
 
     def own_spec(self, key: Key) -> Spec | None:

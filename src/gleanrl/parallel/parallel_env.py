@@ -224,6 +224,8 @@ class ParallelEnv(RowEnv, Verifiable):
                 return None
             group.stand("take_place", [(info, *opened) for info in found], "rows")
             rows = WorkerRows(group, found[0], self._batch)
+            # A `ParallelEnv` takes the actions that its specs declare, whatever its members take.
+            rows.checks_actions &= self._shares
             group.ask_for_good("open_carry", [(part,) for part in group.references(rows.carry)])
             return rows
 

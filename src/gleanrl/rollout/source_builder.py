@@ -109,6 +109,7 @@ class SourceBuilder:
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
+        _check_random(policy, made.layout, self.options)
         kind: Any = next((loop for rows, loop in _LOOPS if isinstance(made, rows)), EnvLoop)
         options = replace(self.options, mask=True) if why_rows else self.options
         source: Source = kind(made, first, policy, options)
@@ -140,10 +141,7 @@ class SourceBuilder:
 
     def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
         """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
-        written = {field.key: field for field in policy.outputs}
-        if unlike := [field for field in layout.actions if written.get(field.key) != field]:
-            return f"the policy writes other actions than {unlike}"
-        return policy.signature.why_no_rows
+        return _unlike(policy, layout) or policy.signature.why_no_rows
 
     def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
         chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy
@@ -214,6 +212,27 @@ def _why_not_passed(made: TransformedRows, layout: EnvLayout, written: list[Key]
     except Unproven as err:
         return str(err)
     return None
+
+
+def _unlike(policy: Policy, layout: EnvLayout) -> str:
+    """Return how the policy's actions differ from the specs of the environment, if they do."""
+    written = {field.key: field for field in policy.outputs}
+    for field in layout.actions:
+        if (own := written[field.key]) != field:
+            return (
+                f"the policy writes {format_key(field.key)} as {own.dtype} of shape {own.shape}, "
+                f"its spec has {field.dtype} of shape {field.shape}"
+            )
+    return ""
+
+
+def _check_random(policy: Policy, layout: EnvLayout, options: SourceOptions) -> None:
+    if options.random_frames and (unlike := _unlike(policy, layout)):
+        raise PolicyError(
+            f"{unlike}: with central inference, random frames (init_random_frames) and the "
+            "policy's have one dtype and shape; write actions as in the spec, or use "
+            "inference='workers'"
+        )
 
 
 def on_device(policy: Any, device: torch.device | None) -> Any:

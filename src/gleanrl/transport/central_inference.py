@@ -135,6 +135,11 @@ class JointBackend(InlineBackend):
             self._advance()
         return super().receive(timeout)
 
+    def stop(self, timeout: float) -> None:
+        super().stop(timeout)
+        self._running.clear()  # at exit, generators must end before modules are taken apart
+        self._due.clear()
+
     def _stop_some(self) -> None:
         """End rollouts after their step if all are to end, or if they will be discarded."""
         ending = self._running if self.stop_byte[0] else self._discarding()
