@@ -154,7 +154,8 @@ class Ledger:
         self.found: Counter[str] = Counter()
         self._last: dict[int, tuple[int, list[float]]] = {}
         """Per environment: its newest trajectory and its last observation."""
-        self._seen: set[int] = set()
+        self._newest = [-1] * WORKERS
+        """The newest trajectory of each remainder by the number of environments."""
 
     def take(self, batch: TensorDictBase) -> None:
         """Check ``batch``.
@@ -185,8 +186,9 @@ class Ledger:
         if traj == known:
             assert last == root, "a trajectory lost or repeated a step"
         else:
-            assert traj not in self._seen, "a trajectory's number came again"
-            self._seen.add(traj)
+            # Numbers of one remainder grow, so a number needs no memory to be new.
+            assert traj > self._newest[traj % WORKERS], "a trajectory's number came again"
+            self._newest[traj % WORKERS] = traj
         self._last[number] = (-1 if done[0] else traj), after
 
 
