@@ -23,7 +23,7 @@ import itertools
 import math
 import os
 import random
-import resource
+import re
 import signal
 import statistics
 import tempfile
@@ -55,8 +55,8 @@ _BACK_S = 120.0 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 """The longest time until a replacement has joined."""
 _RARE = 1 / 3000
 """Chance that a step raises, and that it takes a while."""
-_GROWTH = 32 << 20
-"""Bytes by which the learner may grow after its first third."""
+_GROWTH = 8 << 20
+"""Bytes by which the learner may grow after the first third of a soak of any length."""
 MASK, IDS = ("collector", "mask"), ("collector", "traj_ids")
 
 
@@ -166,6 +166,7 @@ class Ledger:
         rows = batch.reshape(-1, batch.shape[-1])
         keys: list[Any] = [MASK, IDS, "observation", ("next", "observation"), ("next", "done")]
         keys += [("next", "reward"), "stamp", "policy_version"]
+        self.found["batches"] += 1
         for row in zip(*(rows[key].tolist() for key in keys), strict=True):
             for frame in zip(*row, strict=True):
                 self._frame(*frame)
@@ -369,13 +370,13 @@ def _run(kind: Kind, seconds: float, seed: int, calm: Path, window: float) -> di
                 if now >= next_kill:
                     ledger.found["kills"] += kills.strike()
                     next_kill = now + rng.expovariate(1 / kind.kill_s)
-            third = third or (_rss() if now - begin > seconds / 3 else 0)
+            third = third or (_memory() if now - begin > seconds / 3 else 0)
             assert not kills.late, "a replacement does not join"
             if now - begin > seconds:
                 break
         figures = _checked(collector.stats(), ledger)
-        growth = _rss() - third
-        assert growth < _GROWTH, f"the learner grew by {growth:,} bytes"
+        growth = _memory() - third
+        assert growth < _GROWTH, f"the learner grew by {growth:,} bytes: {figures}"
     _show(windows)
     return figures | {"seconds": time.monotonic() - begin, "growth": growth}
 
@@ -404,9 +405,10 @@ def _checked(stats: dict[str, float], ledger: Ledger) -> dict[str, float]:
     return {**ledger.found, **{name: stats[name] for name in shown}}
 
 
-def _rss() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def _memory() -> int:
+    """Return the bytes in use, without pages of files, which the kernel drops and loads again."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status)))
 
 
 def main() -> None:
