@@ -84,8 +84,6 @@ class Engine(Session):
         return FrameCounts(limits)
 
     def _open_window(self, reference: m.WindowRef) -> Window:
-        if not reference.blocks:
-            return super()._open_window(reference)
         return self.batches.arenas[reference.arena].window(reference)
 
     def exchange(self, other: Engine) -> None:

@@ -149,7 +149,7 @@ class Landing:
         if in_one_piece(reference, plan):
             start = reference.blocks[0].offset
             whole = memory[start : start + nbytes]
-            self.pieces, self._mark = [whole], _mark_of(whole)
+            self.pieces, self.mark = [whole], _mark_of(whole)
             return
         aside = torch.zeros(nbytes, dtype=torch.uint8)  # in freed memory there may be a mark
         beside = window_over(aside, plan)
@@ -162,12 +162,7 @@ class Landing:
             else:
                 self._copied.append((window.tensor(key), beside.tensor(key)))
         self.pieces = [direct.get(a, aside[a:b]) for a, b in pieces_of(reference)]
-        self._mark = _mark_of(aside)
-
-    @property
-    def mark(self) -> int:
-        """The mark of the rollout that has arrived last."""
-        return int(self._mark[0])
+        self.mark = _mark_of(aside)
 
     def settle(self) -> None:
         """Copy the fields that were received outside of the window."""
@@ -194,7 +189,7 @@ class Arrival:
     @property
     def arrived(self) -> bool:
         """Whether `finish` would return at once."""
-        if self._error is not None or self._landing.mark == self._ticket:
+        if self._error is not None or self._landing.mark[0] == self._ticket:
             return True
         return all(transfer.over for transfer in self._transfers)
 
@@ -204,6 +199,6 @@ class Arrival:
             raise self._error
         for transfer in self._transfers:
             transfer.finish()
-        if self._landing.mark != self._ticket:
+        if self._landing.mark[0] != self._ticket:
             raise RuntimeError("it did not come whole")
         self._landing.settle()

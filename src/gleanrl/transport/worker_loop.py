@@ -86,7 +86,8 @@ class Worker:
                 if snapshot is not None:
                     self._load(snapshot)
             if isinstance(command, m.Collect):
-                report = self._collect(command)
+                window, steps = self._window(command.window), command.window.steps
+                report = self.source.collect(window, steps, self._stop, command.random)
                 self._complete(report, began)
                 return m.Rolled(self._index, ticket, report)
             if isinstance(command, m.Failed):
@@ -142,10 +143,6 @@ class Worker:
         report.times = taken, begin, end
         rest = total - waited - env - policy
         report.seconds = env, policy, rest if rest > 0.0 else 0.0, waited, resets
-
-    def _collect(self, command: m.Collect) -> m.Report:
-        window, steps = self._window(command.window), command.window.steps
-        return self.source.collect(window, steps, self._stop, command.random)
 
     def _window(self, reference: m.WindowRef) -> Window:
         if reference.blocks:
