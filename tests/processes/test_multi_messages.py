@@ -150,7 +150,7 @@ def test_a_state_that_cannot_be_restored_leaves_the_weights(make):
     worker = state["worker1"]["worker"]
     for name in set(worker) - {"policy_version"}:
         del worker[name]
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match="this is no state of such a collector.*'tracker'"):
         collector.load_state_dict(state)
     assert collector.getattr_policy("weight").tolist() == [0.0] * 4
 

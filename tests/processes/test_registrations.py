@@ -125,6 +125,33 @@ def test_a_script_registers_what_its_workers_make(tmp_path, python):
     assert done.stdout.strip() == "[[6.0, 6.0, 12.0, 6.0]]", done.stderr
 
 
+def test_workers_compile_a_policy_of_the_script(tmp_path, python):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            class Ones(torch.nn.Module):
+                def forward(self, observation):
+                    return torch.ones(observation.shape[:-1], dtype=torch.int64)
+
+            from gleanrl import MultiSyncCollector
+            collector = MultiSyncCollector(
+                "CartPole-v1", Ones(), num_workers=1, frames_per_batch=8, total_frames=8,
+                compile_policy={"backend": "eager"},
+            )
+            print([data["action"].tolist() for data in collector])
+            collector.shutdown()
+            """
+        )
+    )
+    done = subprocess.run(
+        [python, str(script)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout.strip() == "[[[1, 1, 1, 1, 1, 1, 1, 1]]]", done.stderr
+
+
 @pytest.mark.parametrize("make", ["Locked-v0", lambda: gym.make("Locked-v0")])
 def test_what_cannot_be_sent_says_what_to_do(register, make):
     lock = threading.Lock()

@@ -33,11 +33,17 @@ class Registering:
     """A `SourceFactory` that first makes the registrations of the process it comes from."""
 
     registered: Registrations
+    script: types.FunctionType
+    """Its globals are those of all functions of the script that came with it."""
     factory: SourceFactory
 
     def __call__(self, worker: int) -> Source:
         """Register, then build the source."""
         self.registered.restore()
+        # torch.compile looks for globals of functions in the modules that these name.
+        names, own = self.script.__globals__, sys.modules["__main__"]
+        module = sys.modules.setdefault(names["__name__"], own)
+        vars(module).update({k: names[k] for k in names.keys() - vars(module).keys()})
         return self.factory(worker)
 
 
@@ -107,7 +113,8 @@ def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_N
 def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
-        return _dump(Registering(registrations(_dump), factory))
+        script = types.FunctionType(_nothing.__code__, vars(sys.modules["__main__"]))
+        return _dump(Registering(registrations(_dump), script, factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
         raise ConfigError(
@@ -115,6 +122,10 @@ def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME)
             f"{where or 'it'} ({type(cause).__name__}: {cause}); make it inside create_env_fn or "
             "policy_factory, which run in the worker"
         ) from err
+
+
+def _nothing() -> None:
+    pass
 
 
 def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:

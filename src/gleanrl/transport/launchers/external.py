@@ -36,9 +36,9 @@ class ManualLauncher:
     the user can read.
     """
 
-    def __init__(self, tell: Callable[[str], object] = sys.stderr.write) -> None:
-        """Print nothing yet; ``tell`` gets the text with the commands."""
-        self._tell = tell
+    def __init__(self, tell: Callable[[str], object] | None = None) -> None:
+        """Print nothing yet; ``tell`` gets the text with the commands, else the standard error."""
+        self._tell = tell or (lambda text: print(text, end="", file=sys.stderr))  # noqa: T201
         self._file: Path | None = None
 
     def address(self) -> str:
