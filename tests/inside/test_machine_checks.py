@@ -80,7 +80,7 @@ CASES = {
     "no address": ("address", (None, "box"), "note", "box has no address", "/etc/hosts"),
     "a taken port": ("port", ([10003, 10004], 10004), "note", "taken", "export TCP_PORT=10004"),
     "no port": ("port", ([10003, 10004], None), "wrong", "10003 to 10004", "TCP_PORT=20000"),
-    "a stale Ray": ("ray", ("h:1", "/tmp/f", "refused"), "wrong", "h:1 of /tmp/f", "ray stop"),
+    "a stale Ray": ("ray", ("h:1", "/tmp/f", "refused"), "wrong", "h:1 of /tmp/f", "rm /tmp/f"),
     "a Ray": ("ray", ("h:1", "RAY_ADDRESS", None), "ok", "answers at h:1", ""),
     "no controller": ("slurm", (LATE, None), "wrong", "sinfo: no answer in 10 s", "scontrol ping"),
     "no account": ("slurm", (PARTITIONS, LATE), "note", "cpu*, gpu; a plain", "slurm_account"),

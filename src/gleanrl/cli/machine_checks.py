@@ -256,7 +256,7 @@ def ray(address: str | None, source: str, problem: str | None) -> Finding:
         return Finding("Ray", "ok", "no cluster is named: ray.init starts one here")
     if problem is None:
         return Finding("Ray", "ok", f"a cluster answers at {address} ({source})")
-    fix = "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else "ray stop --force"
+    fix = "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
     found = f"no cluster answers at {address} of {source}: {problem}"
     return Finding("Ray", "wrong", found, f"{fix}; or ray start --head starts another")
 
