@@ -166,10 +166,16 @@ MAKERS = [
     lambda: GymEnv("CartPole-v1"),
     lambda: SerialEnv(2, "CartPole-v1"),
     lambda: PettingZooEnv("simple_spread_v3", max_cycles=9),
+    GymEnv("CartPole-v1"),
+    vector(),
 ]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=["vector", "GymEnv", "SerialEnv", "PettingZoo"])
+@pytest.mark.parametrize(
+    "make",
+    MAKERS,
+    ids=["vector", "GymEnv", "SerialEnv", "PettingZoo", "built GymEnv", "built vector"],
+)
 def test_whatever_a_collector_takes_can_be_checked(make):
     check_resume(make)
     check_policy(None, make)
