@@ -221,7 +221,7 @@ class RowEnv(EnvBase, Resumable):
         self._cleared = [window.array(next_key(key)) for key in self._row.flags]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.bind(self._row.window)
 
     def step_row(self, and_reset: bool = False) -> None:
