@@ -75,6 +75,12 @@ def test_a_policy_without_a_spec_cannot_be_called():
         RandomPolicy()(TensorDict({}, []))
 
 
+@pytest.mark.parametrize("given", [gym.spaces.Discrete(2), {"action": SPEC}, 2], ids=str)
+def test_what_is_no_spec_is_refused_at_construction(given):
+    with pytest.raises(TypeError, match=r"action_spec \(.*has no rand\(shape\): give"):
+        RandomPolicy(given)
+
+
 def test_the_action_key_is_respected():
     td = RandomPolicy(SPEC, ("agents", "action"))(TensorDict({}, [2]))
     assert td["agents", "action"].shape == (2, 3)

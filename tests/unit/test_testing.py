@@ -16,11 +16,14 @@ from gleanrl import (
     Collector,
     ConfigError,
     EnvError,
+    GymEnv,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     PolicyError,
+    SerialEnv,
 )
+from gleanrl.envs import PettingZooEnv
 from gleanrl.testing import (
     FAULTS,
     CheckFailed,
@@ -152,8 +155,39 @@ def test_an_environment_that_cannot_travel_is_found():
 def test_errors_of_an_environment_come_through():
     with pytest.raises(InjectedError):
         check_env(functools.partial(FaultyEnv, Good, "raise"))
-    with pytest.raises(ConfigError, match="no single"):
-        check_env(lambda: gym.make_vec("CartPole-v1", 2))
+
+
+def vector():
+    return gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 3)
+
+
+MAKERS = [
+    vector,
+    lambda: GymEnv("CartPole-v1"),
+    lambda: SerialEnv(2, "CartPole-v1"),
+    lambda: PettingZooEnv("simple_spread_v3", max_cycles=9),
+    GymEnv("CartPole-v1"),
+    vector(),
+]
+
+
+@pytest.mark.parametrize(
+    "make",
+    MAKERS,
+    ids=["vector", "GymEnv", "SerialEnv", "PettingZoo", "built GymEnv", "built vector"],
+)
+def test_whatever_a_collector_takes_can_be_checked(make):
+    check_resume(make)
+    check_policy(None, make)
+    with pytest.raises(CheckFailed, match="check_env takes a single Gymnasium environment"):
+        check_env(make)
+
+
+def test_what_no_collector_takes_is_one_error():
+    checks = (check_env, check_resume, functools.partial(check_policy, None))
+    for check in checks:
+        with pytest.raises(CheckFailed, match="Nowhere"):
+            check("Nowhere-v0")
 
 
 # -- policies --------------------------------------------------------------------------------------
@@ -199,15 +233,27 @@ class Secret:
         return torch.tensor(random.SystemRandom().randrange(2))
 
 
+WRITTEN = ["observation", "action"]
+
+
+def halved(observation):
+    return (observation.mul_(0.5)[..., 2] > 0).long()
+
+
+def halve(tensordict):
+    return tensordict.set("action", halved(tensordict["observation"]))
+
+
 @pytest.mark.parametrize(
     "policy",
     [
         lambda observation: (torch.rand(observation.shape[:-1]) < 0.5).long(),
         TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"]),
         recurrent(Declared(), hidden=(3,)),
+        TensorDictModule(lambda x: (x / 2, (x[..., 2] > 0).long()), ["observation"], WRITTEN),
         None,
     ],
-    ids=["draws", "module", "recurrent", "random"],
+    ids=["draws", "module", "recurrent", "writes", "random"],
 )
 def test_a_right_policy_passes(policy):
     check_policy(policy, "CartPole-v1")
@@ -222,8 +268,14 @@ def test_a_right_policy_passes(policy):
         (recurrent(Declared()), "does not accept .*state_shapes"),
         (Locked(), "cannot be copied .*locks"),
         (nn.Linear(7, 2), "in_features=4"),
+        (halved, r"changes what it reads.*'observation'.*out of place"),
+        (TensorDictModule(halved, ["observation"], ["action"]), r"changes what it reads"),
+        (halve, r"changes what it reads"),
     ],
-    ids=["hidden", "counts", "secret", "undeclared", "lock", "misfit"],
+    ids=[
+        *("hidden", "counts", "secret", "undeclared", "lock", "misfit"),
+        *("in-place", "in-place module", "in-place tensordict"),
+    ],
 )
 def test_a_wrong_policy_is_told_what_is_wrong(policy, says):
     with pytest.raises(CheckFailed, match=f"(?s){says}"):
@@ -239,6 +291,33 @@ def test_the_librarys_storages_pass(kind, size):
     check_storage(kind(size))
 
 
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compact": True},
+        {"compact": ("observation",)},
+        {"compact": [("agents", "seen")]},
+        {"stacks": {"pixels": 4}},
+        {"stacks": {("agents", "seen"): 3}, "compact": True},
+    ],
+    ids=str,
+)
+def test_storages_whose_rows_have_parts_in_common_pass(kind, options):
+    for size in (1, 50):
+        check_storage(kind(size, **options))
+
+
+class LinksAcrossEpisodes(LazyTensorStorage):
+    def write(self, first, rows, values, offset):
+        end = [value.clone() for value in values]
+        if rows > 1:
+            at = self.rows.keys.index(("next", "observation"))
+            root = self.rows.keys.index(("observation",))
+            end[at][:-1] = end[root][1:]
+        super().write(first, rows, end, offset)
+
+
 class RoundsNumbers(LazyTensorStorage):
     def gather(self, index, extra):
         rows = super().gather(index, extra)
@@ -251,7 +330,7 @@ class LosesOneAtTheWrap(LazyTensorStorage):
         super().write(first, rows - (first % 20 + rows > 20), values, offset)
 
 
-@pytest.mark.parametrize("kind", [RoundsNumbers, LosesOneAtTheWrap])
+@pytest.mark.parametrize("kind", [RoundsNumbers, LosesOneAtTheWrap, LinksAcrossEpisodes])
 def test_a_wrong_storage_is_told_what_is_wrong(kind):
     with pytest.raises(CheckFailed, match=r"the rows .*are not those that were written"):
         check_storage(kind(20))
@@ -261,6 +340,8 @@ def test_a_storage_that_cannot_be_checked_is_refused():
     for storage in (LazyTensorStorage(10, ndim=2), LazyTensorStorage(10**6)):
         with pytest.raises(ConfigError, match="must be empty"):
             check_storage(storage)
+    with pytest.raises(TypeError, match="is no storage: give LazyTensorStorage"):
+        check_storage(LazyTensorStorage)
 
 
 # -- faults ----------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ class Window:
         self._rows: dict[Key, list[Array]] = {}
         self._tensor_rows: dict[Key, tuple[torch.Tensor, ...]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave views out: a copy of numpy's would have memory of its own."""
+        return {**vars(self), "_rows": {}, "_tensor_rows": {}}
+
     @classmethod
     def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> Window:
         """Make a window over fresh zeroed private memory, of the host or where a field says."""

@@ -220,6 +220,10 @@ class RowEnv(EnvBase, Resumable):
         self._given = {key: self._row.views[key] for key in self._row.actions}
         self._cleared = [window.array(next_key(key)) for key in self._row.flags]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.bind(self._row.window)
+
     def step_row(self, and_reset: bool = False) -> None:
         """Step with the actions in the row; reset ended environments if told so."""
         for flags in self._cleared:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from gleanrl.core.errors import PolicyError
+from gleanrl.core.errors import ArgumentTypeError, PolicyError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct, Policy, Spec
@@ -31,7 +31,15 @@ class RandomPolicy:
             action_spec: A spec of one action, of a whole batch of them, or a composite of specs by
                 action key; anything with ``shape`` and ``rand(shape)``.
             action_key: Entry of the action; a composite has keys of its own.
+
+        Raises:
+            ConfigError: ``action_spec`` has no ``rand``, as a space of Gymnasium's.
         """
+        if action_spec is not None and not callable(getattr(action_spec, "rand", None)):
+            raise ArgumentTypeError(
+                f"action_spec ({action_spec!r:.100}) has no rand(shape): give the action_spec of a "
+                "GymEnv, or none, and a collector draws from the environment's own space"
+            )
         self.action_spec = action_spec
         self.action_key = action_key
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 
 from gleanrl.collectors import Collector, MultiSyncCollector
-from gleanrl.core.errors import CheckFailed, ConfigError, for_users
-from gleanrl.envs.factory import build, is_built
+from gleanrl.core.errors import CheckFailed, for_users
+from gleanrl.envs.factory import build, closed_on_error, is_built
 from gleanrl.testing.comparing import failing, require_same
 
 Env: TypeAlias = gym.Env[Any, Any]
@@ -30,13 +30,13 @@ def check_env(env: Any, *, steps: int = 200, seed: int = 0) -> None:
     - a worker process can build the environment, and makes the same steps.
 
     Args:
-        env: An id or a callable that makes the environment. Of a built one, copies are checked.
+        env: An id or a callable that makes a single Gymnasium environment. Of a built one, copies
+            are checked.
         steps: The length of each run, over several episodes. Actions are random.
         seed: The seed of all runs.
 
     Raises:
         CheckFailed: it says what is wrong, where, and what to do.
-        ConfigError: ``env`` does not make a single Gymnasium environment.
 
     Example:
         >>> from gleanrl.testing import check_env
@@ -44,7 +44,7 @@ def check_env(env: Any, *, steps: int = 200, seed: int = 0) -> None:
     """
     make = maker(env)
     with ExitStack() as stack:
-        pair = [stack.enter_context(closing(make())) for _ in range(2)]
+        pair = [stack.enter_context(closing(_single(make))) for _ in range(2)]
         here = _collected(Collector, make, steps, seed)
         first, second = (_run(pair, steps, seed) for _ in range(2))
     require_same(
@@ -63,20 +63,28 @@ def check_env(env: Any, *, steps: int = 200, seed: int = 0) -> None:
     )
 
 
-def maker(env: Any) -> Callable[[], Env]:
-    """Return a function that makes an environment like ``env`` at each call."""
-    return partial(_made, env)
+def _single(make: Any) -> Env:
+    with failing("it cannot be made"):
+        made = build(make, {})
+    if isinstance(made, gym.Env):
+        return made
+    with closed_on_error([made]):
+        raise CheckFailed(
+            f"check_env takes a single Gymnasium environment; this is a {type(made).__name__}. "
+            "Check a member alone, or use check_resume, which takes whatever a Collector takes"
+        )
 
 
-def _made(env: Any) -> Env:
+def maker(env: Any) -> Any:
+    """Return what makes an environment like ``env`` for each collector: itself, if not built."""
+    return partial(_copied, env) if is_built(env) else env
+
+
+def _copied(env: Any) -> Any:
     try:
-        env = copy.deepcopy(env) if is_built(env) else env
+        return copy.deepcopy(env)
     except Exception as error:
         raise CheckFailed(f"{env} cannot be copied ({error}); give what makes it") from error
-    made = build(env, {})
-    if not isinstance(made, gym.Env):
-        raise ConfigError(f"a {type(made).__name__} is no single Gymnasium environment")
-    return made
 
 
 def _run(envs: Sequence[Env], steps: int, seed: int) -> list[Any]:
@@ -116,7 +124,7 @@ def _run(envs: Sequence[Env], steps: int, seed: int) -> list[Any]:
     return found
 
 
-def _collected(kind: Any, make: Callable[[], Env], steps: int, seed: int) -> Any:
+def _collected(kind: Any, make: Any, steps: int, seed: int) -> Any:
     with (
         failing(f"a {kind.__name__} cannot collect from it"),
         kind([make], frames_per_batch=steps, total_frames=steps, check_finite=True) as collector,

@@ -21,7 +21,7 @@ _HIDDEN = (
 
 
 @for_users
-def check_policy(policy: Any, env: Any, *, steps: int = 32, seed: int = 0) -> None:
+def check_policy(policy: Any, env: Any, *, steps: int = 48, seed: int = 0) -> None:
     """Check that the data of a policy follow from its inputs and the seed alone.
 
     Each run has a copy of the policy. The check passes if
@@ -29,12 +29,13 @@ def check_policy(policy: Any, env: Any, *, steps: int = 32, seed: int = 0) -> No
     - a collector accepts it: its keys, shapes and dtypes, and the shape of recurrent states;
     - one seed gives the same data twice;
     - it has no hidden state: earlier calls do not change later ones;
+    - it leaves what it reads as the environment returned it;
     - ``fast=True`` and ``fast=False`` give the same data.
 
     Args:
         policy: Anything that a collector takes.
-        env: An id, a callable, or a Gymnasium environment, of which copies are used. It must pass
-            `check_env`.
+        env: What a `Collector` takes; of a built environment, copies are used. It must make
+            the same steps under one seed, as `check_env` finds out.
         steps: The frames of a batch; each run has three batches.
         seed: The seed of all runs.
 
@@ -65,8 +66,10 @@ def check_policy(policy: Any, env: Any, *, steps: int = 32, seed: int = 0) -> No
         "two runs with one seed differ: {}. Draw random numbers from torch, NumPy or random, and "
         "keep no state outside of the policy",
     )
+    for batch in first:
+        _require_unchanged(batch, policy)
     if isinstance(policy, TensorDictModuleBase):
-        rows = first[0].exclude("next", *policy.out_keys).unbind(-1)[:8]
+        rows = first[0].exclude("next", *({*policy.out_keys} - {*policy.in_keys})).unbind(-1)[:8]
         fresh, later = ([_call(p or _copied(policy), r) for r in rows] for p in (None, used))
         require_same(fresh, later, "outputs", _HIDDEN)
     require_same(first, data(used), "batches", _HIDDEN)
@@ -76,6 +79,23 @@ def check_policy(policy: Any, env: Any, *, steps: int = 32, seed: int = 0) -> No
         "batches",
         "its data with fast=True and fast=False differ: {}. This is a fault of GleanRL: please "
         "report it, and pass fast=False meanwhile",
+    )
+
+
+def _require_unchanged(batch: TensorDictBase, policy: Any) -> None:
+    """Require that steps begin with what the steps before returned, but for declared outputs."""
+    rows, after = batch[..., :-1], batch[..., 1:]
+    same = rows["collector", "traj_ids"] == after["collector", "traj_ids"]
+    returned, seen = rows["next"][same], after[same]
+    written = policy.out_keys if isinstance(policy, TensorDictModuleBase) else ()
+    keys = seen.exclude(*written).keys(include_nested=True, leaves_only=True)
+    common = [key for key in returned.keys(include_nested=True, leaves_only=True) if key in keys]
+    require_same(
+        returned.select(*common),
+        seen.select(*common),
+        "rows",
+        "it changes what it reads, so that rows differ from what the environment returned: {}. "
+        "Compute out of place: observation * 0.5, not observation.mul_(0.5)",
     )
 
 

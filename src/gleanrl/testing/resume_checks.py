@@ -18,7 +18,7 @@ _PLACES = 4
 
 @for_users
 def check_resume(
-    env: Any, policy: Any = None, *, steps: int = 23, seed: int = 0, allow_pickle: bool = False
+    env: Any, policy: Any = None, *, steps: int = 24, seed: int = 0, allow_pickle: bool = False
 ) -> None:
     """Check that an environment and a policy continue exactly from the state of a collector.
 
