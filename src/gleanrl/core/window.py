@@ -30,6 +30,7 @@ class Window:
         self._tensor_rows: dict[Key, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
+    @torch.inference_mode(False)  # it is written outside of it as well
     def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> Window:
         """Make a window over fresh zeroed private memory, of the host or where a field says."""
         tensors = {
