@@ -103,6 +103,7 @@ def test_torchrls_arguments_pin_workers():
         ({"worker_affinity": [[ONE], []]}, r"worker_affinity\[1\]"),
         ({"worker_affinity": [[ONE], [100_000]]}, "may use"),
         ({"worker_affinity": "numa"}, "'auto'"),
+        ({"worker_affinity": [0, 1]}, r"worker_affinity\[0\] \(0\) must be a collection"),
         ({"worker_affinity": [[ONE], [ONE]], "backend": "inline"}, "processes"),
         ({"driver_affinity": [ONE]}, "needs inference="),
     ],

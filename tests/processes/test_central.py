@@ -36,6 +36,7 @@ from gleanrl import (
     Collector,
     CollectorTimeout,
     ConfigError,
+    Interruptor,
     MultiAsyncCollector,
     MultiSyncCollector,
     PolicyError,
@@ -567,3 +568,21 @@ def test_batches_that_are_kept_never_change():
     assert all(same(batch, copy) for batch, copy in kept)
     assert isinstance(kept[0][0], TensorDict)
     collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "parallel", "stopped"])
+def test_what_is_built_in_inference_mode_collects_outside_of_it(kind):
+    settings = {"frames_per_batch": 20, "total_frames": 60}
+    with torch.inference_mode():
+        if kind == "parallel":
+            env = ParallelEnv(2, partial(TorchRLGymEnv, "CartPole-v1"))
+            collector = Collector(env, **settings)
+        elif kind == "stopped":
+            stop = Interruptor()
+            stop.stop_collection()
+            collector = Collector("CartPole-v1", interruptor=stop, **settings)
+        else:
+            multi = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}[kind]
+            collector = multi(["CartPole-v1"] * 2, sampling(4, 2), inference="central", **settings)
+    with collector:
+        assert not any(batch["observation"].is_inference() for batch in collector)

@@ -191,6 +191,8 @@ def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apar
             versions = batch["policy_version"]
             assert torch.equal(batch["action"][:, 0], versions.float())
             seen |= set(versions.tolist())
+            stats = collector.stats()
+            assert stats["lag"] == stats["policy_version"] - min(versions)
             if max(seen) >= 30:
                 break
             with torch.no_grad():

@@ -216,6 +216,7 @@ def test_each_frame_has_the_version_of_the_policy_that_made_it():
     newest = {}
     several = False
     for version, batch in enumerate(collector):
+        assert collector.stats()["lag"] == version - batch["policy_version"].min()
         for row in batch:
             made, env = row["policy_version"], int(row[IDS][0]) % 6
             assert (made.diff() >= 0).all()

@@ -62,7 +62,7 @@ def test_collections_are_listed_with_their_state_until_they_end(runtime, capsys)
     gc.collect()
     code, out, err = top(capsys)
     assert (code, out) == (NOBODY, "")
-    assert "no collection" in err
+    assert "no collector of yours is running on this machine" in err
     assert list(runtime.iterdir()) == []
 
 
@@ -150,7 +150,7 @@ def test_a_runtime_folder_that_cannot_be_used_costs_no_collection(runtime, capsy
             assert len(list(other)) == 2
             code, _, err = top(capsys)
     assert code == NOBODY
-    assert "no collection" in err
+    assert "no collector of yours is running on this machine" in err
 
 
 def test_a_folder_that_somebody_removed_is_made_again(runtime, capsys):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 from tensordict import TensorDict
 
-from gleanrl import CSVLogger, TensorBoardLogger, WandbLogger
+from gleanrl import ConfigError, CSVLogger, TensorBoardLogger, WandbLogger
 from gleanrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from gleanrl.data import Categorical, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from gleanrl.envs import EnvBase
@@ -432,6 +432,18 @@ def test_stats_are_logged_after_every_batch(tmp_path):
     assert rows[1]["return_mean"] == "15.0"
     with (tmp_path / "few.csv").open() as file:  # the last one is written at the end
         assert [row["frames"] for row in csv.DictReader(file)] == ["10", "20", "10", "20"]
+
+
+def test_a_log_with_other_columns_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("frames,loss\n10,0.5\n")
+    logger = CSVLogger(path)
+    with pytest.raises(ConfigError, match=r"log\.csv has .* lacks fps, episodes: log into another"):
+        logger({"frames": 20, "fps": 1.0, "episodes": 0})
+    logger({"frames": 20})
+    logger({"frames": 30, "later": 1})  # the first row tells
+    logger.close()
+    assert path.read_text().split() == ["frames,loss", "10,0.5", "20,", "30,"]
 
 
 def test_curves_go_to_tensorboard(tmp_path):

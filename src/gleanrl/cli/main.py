@@ -113,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard error; ``--traceback`` adds where they come from.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # The shell may have closed them: >&-
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         if not arguments:
             parser().print_help()

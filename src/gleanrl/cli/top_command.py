@@ -45,10 +45,10 @@ def run(options: TopOptions) -> int:
     """Show collections, once or until the user or the collection ends, and return the exit code."""
     found = _of(options.pid)
     if not found:
-        where = "of yours here" if options.pid is None else f"in process {options.pid}"
+        where = "on this machine" if options.pid is None else f"in process {options.pid}"
         raise StatusError(
-            f"no collection runs {where}; collectors in a container, of another user or started "
-            f"with {OFF}=0 are not seen"
+            f"no collector of yours is running {where}; collectors in a container, of another user "
+            f"or started with {OFF}=0 are not seen"
         )
     console = Console()
     if not console.is_terminal:

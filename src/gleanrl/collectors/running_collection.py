@@ -314,10 +314,10 @@ class Collection:
         ended episodes. ``return_mean|min|max`` and ``length_mean|min|max`` describe the last 100
         episodes; they are NaN before the first has ended. ``time_env``, ``time_policy``,
         ``time_transfer`` and ``time_wait`` are shares of the workers' time, and ``time_reset`` is
-        the part of ``time_env`` that resets take. ``lag`` is the age of the newest batch's weights,
-        in versions; ``lag_mean`` and ``lag_max`` are about the last 100 batches. With asynchronous
-        central inference, ``drift_max`` is the most steps that an environment was ahead of the
-        slowest one when it ended a rollout; else it is 0.
+        the part of ``time_env`` that resets take. ``lag`` is the age of the weights of the newest
+        batch's oldest frame, in versions; ``lag_mean`` and ``lag_max`` are about the last
+        100 batches. With asynchronous central inference, ``drift_max`` is the most steps that an
+        environment was ahead of the slowest one when it ended a rollout; else it is 0.
 
         Args:
             workers: With workers, ``"aggregate"``, ``"per_worker"`` (entries ``worker_0/frames``,

@@ -10,6 +10,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import check_int, warn
+from gleanrl.operations.change_watch import writes_so_far
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ class NothingSent:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Remember the versions of the learner's ``parameters``, which in-place changes count."""
         self._parameters = parameters
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(writes_so_far, self._parameters))
         self._late = 0
         """Batches that began after the learner had changed its parameters."""
 
     def before(self) -> Collection[int]:
         """Check for changed parameters; warn before the second batch after a change."""
-        if [parameter._version for parameter in self._parameters] == self._versions:
+        if list(map(writes_so_far, self._parameters)) == self._versions:
             return ()
         self._late += 1
         if self._late == 2:
@@ -108,7 +109,7 @@ class NothingSent:
 
     def restored(self, workers: Sequence[int]) -> None:
         """Look only at later changes, because the workers have got the weights of a state."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(writes_so_far, self._parameters))
         self._late = 0
 
 

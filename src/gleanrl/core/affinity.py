@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ def read_processors(name: str, value: Any, allowed: Collection[int]) -> Processo
     """Return processors of ``allowed``."""
     if isinstance(value, Processors):  # by the process that started this one
         return value
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"{name} ({value!r}) must be a collection of processors, such as [0, 1]")
     chosen = Processors(check_int(name, processor, least=0) for processor in value)
     if not chosen or not chosen <= set(allowed):
         raise ConfigError(

@@ -34,6 +34,7 @@ class Window:
         return {**vars(self), "_rows": {}, "_tensor_rows": {}}
 
     @classmethod
+    @torch.inference_mode(False)  # it is written outside of it as well
     def allocate(cls, fields: Iterable[Field], envs: int, steps: int) -> Window:
         """Make a window over fresh zeroed private memory, of the host or where a field says."""
         tensors = {

@@ -318,6 +318,7 @@ def _private_memory(nbytes: int) -> mmap.mmap:
     return memory
 
 
+@torch.inference_mode(False)
 def map_window(memory: mmap.mmap, reference: WindowRef, more: Views | None = None) -> Window:
     """Map the window described by ``reference`` in ``memory``, with ``more`` fields in others."""
     return window_over(torch.frombuffer(memory, dtype=torch.uint8), reference, more)

@@ -98,7 +98,8 @@ class AsyncPoolLoop(EnvLoop):
                 for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
                     window.array(key)[...] = versions
         discarded, self._discarded = self._discarded, 0
-        return replace(self._report(steps, discarded), frames=steps * self._width)
+        report = self._report(steps, int(versions.min()), discarded)
+        return replace(report, frames=steps * self._width)
 
     def _ready_chunks(self, steps: int) -> Chunks:
         """Return the chunks of rollouts of ``steps`` steps."""

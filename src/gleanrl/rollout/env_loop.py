@@ -66,6 +66,11 @@ class _Versions:
             self._before.append((t, self._newest))
             self._newest = version
 
+    @property
+    def oldest(self) -> int:
+        """The version of the first step."""
+        return next((version for end, version in self._before if end), self._newest)
+
     def write(self, window: Window) -> None:
         """Correct ``window``, where all steps have the newest version."""
         for end, version in reversed(self._before):
@@ -127,7 +132,7 @@ class EnvLoop(BaseSource):
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, self.tracker, steps, stop)
             self._end(window, policy, taken)
-        return self._report(taken)
+        return self._report(taken, self.policy_version)
 
     @property
     def under_way(self) -> bool:
@@ -175,7 +180,7 @@ class EnvLoop(BaseSource):
         if policy.requested is not None:
             self._clock.add_policy(policy.requested.seconds)
         self.inconsistent = False
-        return self._report(taken)
+        return self._report(taken, versions.oldest)
 
     def _begin(self, window: Window, random: bool) -> Policy:
         policy, self._window = self._random if random else self._policy, window

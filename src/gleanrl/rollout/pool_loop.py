@@ -188,7 +188,7 @@ class PoolLoop(EnvLoop):
             log.append(taken, self.policy_version)
             self._deliver(window, log, ready)
         discarded, self._discarded = self._discarded, 0
-        return self._report(ready, discarded)
+        return self._report(ready, log.oldest_version, discarded)
 
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.

@@ -149,7 +149,7 @@ class BaseSource:
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         raise NotImplementedError
 
-    def _report(self, steps: int, discarded: int = 0, payload: Any = None) -> Report:
+    def _report(self, steps: int, version: int, discarded: int = 0, payload: Any = None) -> Report:
         mishaps: tuple[Mishap, ...] = ()
         if self.failures:
             mishaps = tuple(("env_restarts", failure) for failure in self.failures)
@@ -157,7 +157,7 @@ class BaseSource:
         return Report(
             steps,
             steps * self.num_envs - self.tracker.lacking,
-            self.policy_version,
+            version,
             discarded,
             payload,
             self.tracker.ended,

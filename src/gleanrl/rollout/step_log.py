@@ -85,6 +85,8 @@ class StepLog:
         self._restarts: list[tuple[int, Array]] = []
         self._stock = np.zeros(envs, np.int64)
         """Steps of every environment that the last rollout left over."""
+        self.oldest_version = 0
+        """That of the oldest step that `deliver` has moved."""
         self.window = self._view(keep, room)
         """The rows of this rollout, to which pool and policy are bound."""
         self.next_root = self._view(keep + room, 1)
@@ -206,6 +208,7 @@ class StepLog:
         """
         first, last = self._keep - self._left, self._keep + self._taken
         pending = self._pending[first:last]
+        self.oldest_version = int(self._versions[first + pending.any(1).argmax()])
         oldest = pending.copy()
         # No environment has more than ``steps`` in the first rows.
         late = oldest[steps:]

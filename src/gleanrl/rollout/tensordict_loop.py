@@ -142,7 +142,7 @@ class TensorDictLoop(BaseSource):
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
-        return self._report(taken, payload=payload)
+        return self._report(taken, self.policy_version, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
 

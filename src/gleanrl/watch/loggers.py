@@ -88,9 +88,20 @@ class CSVLogger(Logger):
         self._file = path.open("a+", newline="")
         self._file.seek(0)
         self._columns = next(csv.reader(self._file), [])
+        self._continues = bool(self._columns)
 
     def write(self, stats: Stats) -> None:
-        """Append a row."""
+        """Append a row.
+
+        Raises:
+            ConfigError: it is the first, and the file that is continued lacks some of its columns.
+        """
+        if self._continues and (missing := [name for name in stats if name not in self._columns]):
+            raise ConfigError(
+                f"{self._file.name} has other columns, and lacks {', '.join(missing)}: log into "
+                "another file, or move this one away"
+            )
+        self._continues = False
         writer = csv.DictWriter(self._file, self._columns or list(stats), extrasaction="ignore")
         if not self._columns:
             self._columns = list(stats)

@@ -42,7 +42,6 @@ class Timeline:
         self._ended = [self._began] * len(workers)
         """Per worker, the end of its last event in the trace."""
         self._shifts: dict[int, float] = {}
-        self._loaded: list[int | None] = [None] * len(workers)
         self._pid = os.getpid()
         self._file.write("[\n" + self._meta("process_name", 0, {"name": title}))
         for tid, name in enumerate(["learner", *workers]):
@@ -99,20 +98,15 @@ class Timeline:
         env_s, policy_s, _, wait_s, _ = report.seconds
         before, self._ended[worker] = self._ended[worker], end
         middle = min(begin + env_s, end)
-        args = f'"frames":{report.frames},"policy version":{report.policy_version}'
+        loaded = min(taken + report.weights_s, begin)
+        version = f'"policy version":{report.policy_version}'
         return [
             self._slice(tid, "waiting", max(before, taken - wait_s), taken),
-            *self._weights(tid, report.policy_version, taken, min(taken + report.weights_s, begin)),
-            self._slice(tid, "rollout", begin, end, args),
+            *([self._slice(tid, "weights", taken, loaded, version)] if report.weights_s else []),
+            self._slice(tid, "rollout", begin, end, f'"frames":{report.frames},{version}'),
             self._slice(tid, "environment", begin, middle),
             self._slice(tid, "policy", middle, min(middle + policy_s, end)),
         ]
-
-    def _weights(self, tid: int, version: int, begin: float, end: float) -> list[str]:
-        known, self._loaded[tid - 1] = self._loaded[tid - 1], version
-        if known in (None, version):
-            return []
-        return [self._slice(tid, "weights", begin, end, f'"policy version":{version}')]
 
     def _shift(self, worker: int, ended_at: float, now: float) -> float:
         """Return the offset of times of ``worker`` to the learner's clock."""
