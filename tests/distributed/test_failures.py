@@ -296,7 +296,7 @@ def test_the_only_node_is_waited_for_also_in_the_background(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*without it|.*takes part again")
 def test_a_node_that_hangs_is_replaced_and_ended():
     with relaunching(
-        rig.counting(0), rig.counting(1, fault=rig.hold_the_lock), timeout=0.5, max_relaunches=1
+        rig.counting(0), rig.counting(1, fault=rig.hold_the_lock), timeout=1.5, max_relaunches=1
     ) as collector:
         of_one = []
         while len(of_one) < 2:  # every life hangs in its second rollout

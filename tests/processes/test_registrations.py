@@ -130,15 +130,21 @@ def test_workers_compile_a_policy_of_the_script(tmp_path, python):
     script.write_text(
         textwrap.dedent(
             """
+            import sys
+            import gymnasium
             import torch
 
             class Ones(torch.nn.Module):
                 def forward(self, observation):
                     return torch.ones(observation.shape[:-1], dtype=torch.int64)
 
+            def make():  # processes that a worker spawns would run the script again
+                assert not hasattr(sys.modules["__main__"], "__file__")
+                return gymnasium.make("CartPole-v1")
+
             from gleanrl import MultiSyncCollector
             collector = MultiSyncCollector(
-                "CartPole-v1", Ones(), num_workers=1, frames_per_batch=8, total_frames=8,
+                [make], Ones(), frames_per_batch=8, total_frames=8,
                 compile_policy={"backend": "eager"},
             )
             print([data["action"].tolist() for data in collector])

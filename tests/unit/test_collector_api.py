@@ -461,11 +461,14 @@ def test_weights_that_do_not_fit_change_nothing():
 def test_floats_are_not_cut_to_whole_numbers():
     policy = linear(0.0)
     policy.module.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    weights = {**linear(1.0).state_dict(), "module.seen": torch.tensor(0.5)}
+    weights = linear(1.0).state_dict()
     with pendulum(policy) as collector:
-        with pytest.raises(WeightsError, match=r"'module.seen' is torch.float32, the model's is t"):
-            collector.update_policy_weights_(weights)
+        for wrong in (torch.tensor(0.5), torch.tensor(float("nan")), torch.tensor(1e30)):
+            with pytest.raises(WeightsError, match=r"'module.seen' has values that torch.int64 ca"):
+                collector.update_policy_weights_({**weights, "module.seen": wrong})
         assert not policy.module.weight.any()
+        collector.update_policy_weights_({**weights, "module.seen": torch.tensor(5.0)})
+        assert policy.module.seen == 5
 
 
 def test_contradicting_updates_are_refused():

@@ -438,9 +438,10 @@ def test_a_log_with_other_columns_is_refused_and_left_as_it_is(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("frames,loss\n10,0.5\n")
     logger = CSVLogger(path)
-    with pytest.raises(ConfigError, match=r"log\.csv has .* lacks fps, episodes: log into another"):
-        logger({"frames": 20, "fps": 1.0, "episodes": 0})
-    logger({"frames": 20})
+    with pytest.raises(ConfigError, match=r"log\.csv lacks the columns fps, episodes: log into an"):
+        logger({"fps": 1.0, "episodes": 0})
+    with pytest.warns(UserWarning, match="lacks the columns fps: log into another file, or move"):
+        logger({"frames": 20, "fps": 1.0})
     logger({"frames": 30, "later": 1})  # the first row tells
     logger.close()
     assert path.read_text().split() == ["frames,loss", "10,0.5", "20,", "30,"]

@@ -526,8 +526,9 @@ def _recurrent_shapes(policy: Any, *, lstm: bool) -> set[tuple[int, ...]]:
     modules = list(modules_of(policy))
     cells: set[tuple[int, ...]]
     cells = {(m.hidden_size,) for m in modules if isinstance(m, nn.RNNCellBase)}
-    layers = (m for m in modules if lstm and isinstance(m, nn.LSTM) and m.num_layers == 1)
-    return cells or {(1, m.hidden_size) for m in layers}
+    layers = [m for m in modules if lstm and isinstance(m, nn.LSTM)]
+    plain = all(m.num_layers == 1 and not (m.bidirectional or m.proj_size) for m in layers)
+    return cells or {(1, m.hidden_size) for m in layers if plain}
 
 
 def _shape(value: Any) -> tuple[int, ...]:

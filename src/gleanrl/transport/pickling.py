@@ -43,7 +43,8 @@ class Registering:
         # torch.compile looks for globals of functions in the modules that these name.
         names, own = self.script.__globals__, sys.modules["__main__"]
         module = sys.modules.setdefault(names["__name__"], own)
-        vars(module).update({k: names[k] for k in names.keys() - vars(module).keys()})
+        missing = (k for k in names.keys() - vars(module).keys() if k[:2] != "__")
+        vars(module).update({k: names[k] for k in missing})
         return self.factory(worker)
 
 

@@ -45,8 +45,8 @@ WORKER, NODE = b"work", b"node"
 _PROGRAM = """\
 import sys
 sys.path[:] = [entry for entry in sys.path if entry]
-from gleanrl.transport.zygote import main
-main(sys.argv[1], *map(int, sys.argv[2:]))
+from gleanrl.transport.zygote import main as _main
+_main(sys.argv[1], *map(int, sys.argv[2:]))
 """
 _PRELOADED = "gleanrl"
 """The package of which workers find every public name imported."""
@@ -329,8 +329,7 @@ def _import_pandas() -> None:
 
 def _import_torchrl(file: str) -> None:
     """Import TorchRL's environments, if this process would import the learner's ``file``."""
-    spec = importlib.util.find_spec("torchrl")
-    if spec is not None and spec.origin == file:
+    if file and (spec := importlib.util.find_spec("torchrl")) and spec.origin == file:
         _import(_TORCHRL)
 
 

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import warn
 from gleanrl.core.platforms import imported
 
 Stats: TypeAlias = Mapping[str, int | float | bool]
@@ -94,13 +95,14 @@ class CSVLogger(Logger):
         """Append a row.
 
         Raises:
-            ConfigError: it is the first, and the file that is continued lacks some of its columns.
+            ConfigError: the file that is continued has none of its columns.
         """
         if self._continues and (missing := [name for name in stats if name not in self._columns]):
-            raise ConfigError(
-                f"{self._file.name} has other columns, and lacks {', '.join(missing)}: log into "
-                "another file, or move this one away"
-            )
+            lacks = f"{self._file.name} lacks the columns {', '.join(missing)}: log into another "
+            lacks += "file, or move this one away"
+            if len(missing) == len(stats):
+                raise ConfigError(lacks)
+            warn(f"{lacks}, to have them")
         self._continues = False
         writer = csv.DictWriter(self._file, self._columns or list(stats), extrasaction="ignore")
         if not self._columns:

@@ -147,11 +147,16 @@ def _wrong(value: Any, shape: tuple[int, ...], wanted: torch.dtype) -> str | Non
         return "is on the meta device: it has no values"
     if tuple(value.shape) != shape:
         return f"has shape {tuple(value.shape)}, the model's is {shape}"
-    if not torch.can_cast(value.dtype, wanted):
+    if value.is_complex() and not wanted.is_complex:
         return f"is {value.dtype}, the model's is {wanted}"
-    if value.dtype != wanted and value.is_floating_point() and wanted.is_floating_point:
-        finite = value.detach().isfinite()
-        if bool((finite & ~value.detach().to(wanted).isfinite()).any()):
+    if value.dtype != wanted:
+        value = value.detach()
+        cast = value.to(wanted)
+        if value.is_floating_point() and wanted.is_floating_point:  # rounded, but not to infinity
+            kept = cast.isfinite() | ~value.isfinite()
+        else:
+            kept = cast.to(value.dtype) == value
+        if not bool(kept.all()):
             return f"has values that {wanted} cannot hold"
     return None
 
