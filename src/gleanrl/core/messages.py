@@ -202,7 +202,7 @@ class Report:
     frames: int
     """Valid frames over all environments."""
     policy_version: int
-    """That of the oldest frame."""
+    """The version of the weights that the oldest frame was made with."""
     discarded: int = 0
     """Frames stepped that could not be delivered (0 but for bounded spill overflow)."""
     drift: int = field(default=0, compare=False, kw_only=True)

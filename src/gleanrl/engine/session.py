@@ -184,8 +184,8 @@ class Session:
         self.request_each({worker: self.place(worker) for worker in range(self.workers)})
 
     def _open_window(self, reference: m.WindowRef) -> Window:
-        """Map a window; one without blocks is for a source without fixed layout."""
-        return Window({}, reference.envs, reference.steps)
+        """Map the window of a rollout, in a session that collects."""
+        raise NotImplementedError
 
     def _await_ready(self, deadline: Deadline) -> None:
         try:

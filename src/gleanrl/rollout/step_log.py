@@ -86,7 +86,7 @@ class StepLog:
         self._stock = np.zeros(envs, np.int64)
         """Steps of every environment that the last rollout left over."""
         self.oldest_version = 0
-        """That of the oldest step that `deliver` has moved."""
+        """The version of the weights at the oldest step that `deliver` has moved."""
         self.window = self._view(keep, room)
         """The rows of this rollout, to which pool and policy are bound."""
         self.next_root = self._view(keep + room, 1)

@@ -76,7 +76,7 @@ def _single(make: Any) -> Env:
 
 
 def maker(env: Any) -> Any:
-    """Return what makes an environment like ``env`` for each collector: itself, if not built."""
+    """Return ``env``, or a function that copies it if it is a built environment."""
     return partial(_copied, env) if is_built(env) else env
 
 

@@ -29,7 +29,7 @@ def check_policy(policy: Any, env: Any, *, steps: int = 48, seed: int = 0) -> No
     - a collector accepts it: its keys, shapes and dtypes, and the shape of recurrent states;
     - one seed gives the same data twice;
     - it has no hidden state: earlier calls do not change later ones;
-    - it leaves what it reads as the environment returned it;
+    - it does not change observations in place;
     - ``fast=True`` and ``fast=False`` give the same data.
 
     Args:

@@ -146,6 +146,8 @@ class Landing:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pieces: Sequence[torch.Tensor]
         """Per piece, uint8 memory to receive it into."""
+        self.mark: Array
+        """int64 ``[1]``: the mark of the rollout that has arrived last."""
         if in_one_piece(reference, plan):
             start = reference.blocks[0].offset
             whole = memory[start : start + nbytes]

@@ -114,7 +114,7 @@ def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_N
 def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
-        script = types.FunctionType(_nothing.__code__, vars(sys.modules["__main__"]))
+        script = types.FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
         return _dump(Registering(registrations(_dump), script, factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
@@ -123,10 +123,6 @@ def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME)
             f"{where or 'it'} ({type(cause).__name__}: {cause}); make it inside create_env_fn or "
             "policy_factory, which run in the worker"
         ) from err
-
-
-def _nothing() -> None:
-    pass
 
 
 def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:

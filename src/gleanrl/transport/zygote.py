@@ -268,8 +268,8 @@ def _inherited(stream: TextIO | None) -> int | None:
 def main(torchrl: str, fd: int, owner: int = -1) -> None:
     """Import the modules of workers, then fork on request until the learner is gone.
 
-    ``torchrl`` is the result of `_learners_torchrl` there; ``owner`` is a descriptor that tells
-    when the learner's process ends, -1 for none.
+    ``torchrl`` is the file of the learner's torchrl, "" for none. ``owner`` is a descriptor that
+    tells when the learner's process ends, -1 for none.
     """
     for each in (fd, owner):
         if each >= 0:
