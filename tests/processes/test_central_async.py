@@ -200,6 +200,31 @@ def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apar
             collector.update_policy_weights_(policy)
 
 
+@pytest.mark.parametrize("apart", [None, False])
+def test_batches_of_older_weights_than_allowed_are_discarded_and_counted(apart):
+    policy, learner = value(), 0
+    with MultiAsyncCollector(
+        ["Pendulum-v1"] * 3,
+        policy_factory=value,
+        inference="central",
+        policy_process=apart,
+        frames_per_batch=6,
+        total_frames=240,
+        max_lag=1,
+    ) as collector:
+        for batch in collector:
+            assert learner - int(batch["action"].min()) <= 1
+            learner += 1
+            with torch.no_grad():
+                policy.module.weight += 1
+            collector.update_policy_weights_(policy)
+        stats = collector.stats()
+    assert stats["frames"] == 240
+    assert stats["lag_max"] <= 1
+    assert stats["frames_discarded_lag"] > 0
+    assert stats["frames_stepped"] == stats["frames"] + stats["frames_discarded_lag"]
+
+
 class Loaded(Value):
     """Counts how often it was loaded."""
 

@@ -30,7 +30,6 @@ _WHY_NOT: Mapping[str, str] = {
     "init_fn": "workers only step environments: call it in create_env_fn",
     "worker_idx": "the policy is in the learner's process",
     "backend": "workers are processes",
-    "max_lag": "the policy acts with the newest weights",
 }
 """Arguments that make no sense with central inference, and the reason."""
 _OF_ONE = (
