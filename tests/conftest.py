@@ -55,6 +55,13 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """Leave what earlier tests keep out of garbage collections, above all at the exit of forks."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     """Note why tests are skipped; where tests run side by side, the process that reports does."""
