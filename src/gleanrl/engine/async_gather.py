@@ -42,7 +42,6 @@ class AsyncGather(Gather):
         session = self.session
         if feed and session.can_continue:
             self._feed_all(counts, one=True)
-        self.meanwhile()
         if self._taken_back:
             worker, report, batch = self._taken_back.popleft()
             counts.deliver(self._frames[worker], report.frames)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from tensordict import TensorDictBase
@@ -32,8 +32,6 @@ class Gather(abc.ABC):
         self._frames = tuple(frames)
         self.dropped = 0
         """Frames of rollouts that had ended and were dropped, because another one failed."""
-        self.meanwhile: Callable[[], object] = bool
-        """A function called once for every batch, while all workers are busy."""
 
     def attach(self, session: Session) -> None:
         """Gather the rollouts of ``session``, to which this belongs."""

@@ -63,7 +63,6 @@ class SyncGather(Gather):
         try:
             begun = self._begun or self._begin(counts, timeout)
             slots.prepare(begun.slot)
-            self.meanwhile()
             self._finish(begun)
         except BaseException:
             if self._begun is not None:

@@ -103,12 +103,8 @@ class Measures:
         self._marks: deque[tuple[float, list[int]]] = deque(maxlen=_MARKS)
         """When, and the frames of each worker until then."""
         self._began = self._newest = self._mark_due = self._settled = 0.0
-        self.show_due = math.inf
-        """When the numbers will be shown next."""
         self._drift = 0
         """The most steps that an environment was ahead; see `Report.drift`."""
-        self._took = 0.0
-        """Seconds from the request for the newest batch to its arrival."""
         self._history = History()
 
     def add(self, reports: Mapping[int, Report], version: int, requested: float) -> float:
@@ -123,16 +119,10 @@ class Measures:
             self._bytes += len(r.ended)
             if r.drift > self._drift:
                 self._drift = r.drift
-        self._took = now - requested
         self._waiting.append((now, requested, version, shares))
         if len(self._waiting) > _MOST_BATCHES or self._bytes > _MOST_BYTES:
             self.settle()
         return now
-
-    def settle_early(self) -> None:
-        """Add up waiting batches if the next one will be shown, while workers make it."""
-        if monotonic() + self._took >= self.show_due:
-            self.settle()
 
     def settle(self) -> None:
         """Add up waiting batches; all at once they cost a fraction of single ones."""

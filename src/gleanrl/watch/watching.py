@@ -65,8 +65,6 @@ class Watching:
         self._last = math.inf if counts.limits.total_frames is None else counts.limits.total_frames
         self.measures = Measures(engine.workers)
         """The statistics."""
-        if not engine.backend.inline:  # else nobody works meanwhile
-            engine.gather.meanwhile = self.measures.settle_early
         if self._progress is not None:
             facts = partial(_facts, engine, counts, self.measures)
             self._progress.follow(facts, counts.limits.total_frames)
@@ -101,7 +99,7 @@ class Watching:
             timeline.gathered(reports, version, requested)
         if self._loggers.active:
             self._loggers.log(status()["stats"])
-        if now >= self.measures.show_due or self._counts.delivered >= self._last:
+        if now >= self._show_due or self._counts.delivered >= self._last:
             self._show(status)
 
     def failed(self, status: Callable[[], Status]) -> None:
@@ -114,7 +112,7 @@ class Watching:
         began = time.monotonic()
         self._file.write(status)
         end = time.monotonic()
-        self.measures.show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
+        self._show_due = end + max(_SHOW_EVERY_S, (end - began) / _SHARE_OF_TIME)
 
     def published(self, requested: float, version: int) -> None:
         """Add an update of weights that began at its request (``requested``)."""
