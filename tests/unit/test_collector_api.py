@@ -72,7 +72,7 @@ def pendulum(policy, **options):
         ({"device": "fridge"}, ConfigError, r"device \('fridge'\)"),
         ({"replay_buffer": object()}, ConfigError, r"has no extend\(\)"),
         ({"replay_buffer": [], "use_buffers": True}, TypeError, "exclude each other"),
-        ({"interruptor": object()}, ConfigError, "collection_stopped"),
+        ({"interruptor": object()}, TypeError, "must be an Interruptor of gleanrl.collectors"),
         ({"track_policy_version": "yes"}, TypeError, "must be a bool or a PolicyVersion"),
         ({"weight_sync_schemes": {"policy": 3}}, ConfigError, "not a WeightSyncScheme"),
         ({"exploration_mode": "wild"}, ConfigError, "wild"),

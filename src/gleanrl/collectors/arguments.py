@@ -122,6 +122,7 @@ class _OnThisMachine(TypedDict, total=False):
     """The arguments of collectors in this process and over processes."""
 
     reset_when_done: Annotated[bool, True]
+    interruptor: Annotated[Interruptor | None, None]
     inference: Annotated[str, "workers", among("workers", "central")]
     env_groups: Annotated[int, 1, _POSITIVE]
     policy_process: Annotated[bool | None, None]
@@ -201,7 +202,6 @@ class CollectorArguments(CommonArguments, _OnThisMachine, _NotOfNodes, total=Fal
     env_device: Annotated[Device, None]
     create_env_kwargs: Annotated[Mapping[str, Any] | None, None]
     return_same_td: Annotated[bool, False]
-    interruptor: Annotated[Any, None]
     backend: Annotated[str | None, None]
     num_collectors: Annotated[int | None, None]
     sync: Annotated[bool | None, None]
@@ -216,7 +216,6 @@ class MultiArguments(CommonArguments, _WithWorkers, _OnThisMachine, _NotOfNodes,
     driver_affinity: Annotated[Sequence[int] | None, None]
     update_at_each_batch: Annotated[bool, False]
     preemptive_threshold: Annotated[float | None, None]
-    interruptor: Annotated[Interruptor | None, None]
     num_threads: Annotated[int | None, None, _POSITIVE]
     backend: Annotated[str | None, None]
     sync: Annotated[bool | None, None]
@@ -413,7 +412,7 @@ _WORDS: Mapping[Any, str] = {
     Sequence: "a list",
     os.PathLike: "a path",
     InteractionType: "an ExplorationType, such as ExplorationType.MODE",
-    Interruptor: "an Interruptor of gleanrl.collectors, whose flag workers share",
+    Interruptor: "an Interruptor of gleanrl.collectors",
     PolicyVersion: "a PolicyVersion",
 }
 """Types that an argument is checked for by its definition. Devices and objects of many kinds are

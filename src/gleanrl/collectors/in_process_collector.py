@@ -20,7 +20,6 @@ from gleanrl.collectors.states import OF_ALL
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, MissingEntryError, for_users
-from gleanrl.engine.early_stop import Interruptor, stop_byte
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.replacing_workers import reseeded
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -70,8 +69,7 @@ class Collector(BaseCollector):
         """
         super().__init__(create_env_fn, policy, kwargs)
         plan = WorkerPlan(self._arguments, [create_env_fn], in_process=True)
-        stop = stop_byte(plan.interruptor)
-        self._start(plan, lambda windows: InlineBackend(windows, stop))
+        self._start(plan, InlineBackend)
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]
 
     @backend_choice.with_signature_of(__init__)
@@ -144,12 +142,7 @@ class Collector(BaseCollector):
 
     def _plan_in_worker(self) -> WorkerPlan:
         """Return the function that starts the worker."""
-        arguments, interruptor = self._arguments, self.interruptor
-        if not isinstance(interruptor, Interruptor | None):
-            raise ConfigError(
-                f"interruptor ({type(interruptor).__name__}) cannot be queried in the worker "
-                "process that start() has collect; use gleanrl.collectors.Interruptor()"
-            )
+        arguments = self._arguments
         if self.profile_config is not None:
             raise ConfigError(
                 "enable_profile() profiles this process, and start() has a worker process collect: "
@@ -172,7 +165,7 @@ class Collector(BaseCollector):
     def _continue_in_worker(self, state: Mapping[str, Any], number: int) -> None:
         """Make the worker continue from the ``state`` of this process."""
         engine, collection, worker = self._engine, self.collection, state["worker"]
-        if isinstance(self.interruptor, Interruptor):
+        if self.interruptor is not None:
             self.interruptor.attach(engine.backend.stop_byte)
         streams = worker["streams"]
         if "torch" not in streams:  # the worker has streams of its own, which nobody shares

@@ -31,7 +31,6 @@ from gleanrl.collectors.worker_plan import WorkerPlan, env_functions
 from gleanrl.core import messages as m
 from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import WORKER_NAME, ArgumentTypeError, ConfigError
-from gleanrl.engine.early_stop import stop_byte
 from gleanrl.engine.session import MakeBackend
 from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.transport.central_inference import (
@@ -110,13 +109,10 @@ class MultiCollector(BaseCollector):
 
     def _start_here(self, plan: WorkerPlan, sizes: CallSizes) -> None:
         """Start with the policy in this process, and the environments in others."""
-        stop = stop_byte(plan.interruptor)
-        make: MakeBackend = partial(InlineBackend, stop=stop)
+        make: MakeBackend = InterleavedBackend if len(plan.factories) > 1 else InlineBackend
         if not self._sync:
             kind = JointBackend if sizes.ahead is None else BoundedJointBackend
-            make = partial(kind, stop=stop, sizes=sizes)
-        elif len(plan.factories) > 1:
-            make = partial(InterleavedBackend, stop=stop)
+            make = partial(kind, sizes=sizes)
         self._start(plan, make)
 
     def explain(self) -> str:
@@ -250,7 +246,7 @@ def _make_backend(
     if affinity is not None:
         raise ConfigError(f"worker_affinity needs workers in processes, not backend={name!r}")
     if name in ("inline", "direct"):
-        return lambda windows: InlineBackend(windows, stop_byte(), apart=True)
+        return partial(InlineBackend, apart=True)
     raise unknown_backend(
         name,
         "'process' or 'inline'; for nodes there are DistributedCollector, RPCCollector and "

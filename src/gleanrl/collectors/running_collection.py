@@ -19,7 +19,6 @@ from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
 from gleanrl.core.options import warn
-from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
@@ -83,7 +82,7 @@ class Collection:
         if plan.central is not None:
             engine.told_by(plan.central.start().session)
         stopped: Callable[[], bool] = bool
-        if isinstance(plan.interruptor, Interruptor):
+        if plan.interruptor is not None:
             plan.interruptor.attach(engine.backend.stop_byte)
             stopped = plan.interruptor.collection_stopped
         engine.tolerant = plan.tolerant

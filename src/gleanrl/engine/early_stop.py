@@ -1,12 +1,10 @@
-"""Ends of rollouts before their last step: the user's flag, and the byte that workers read."""
+"""The user's flag that ends rollouts before their last step."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from gleanrl.core.errors import ConfigError
 from gleanrl.core.protocols import Stop
 
 
@@ -54,32 +52,3 @@ class Interruptor:
             "an Interruptor cannot be sent to another process: call stop_collection() in the "
             "process of its collector, which reaches the workers"
         )
-
-
-class _Byte(bytearray):
-    """A collector's own stop byte, which can be referred to weakly."""
-
-
-class _PolledStop(bytearray):
-    """The stop byte of an object that has only ``collection_stopped()``."""
-
-    def __init__(self, interruptor: Any) -> None:
-        """Read ``interruptor`` after every step."""
-        super().__init__(1)
-        stopped = getattr(interruptor, "collection_stopped", None)
-        if not callable(stopped):
-            raise ConfigError(
-                f"interruptor ({type(interruptor).__name__}) must have a collection_stopped() "
-                "method; use gleanrl.collectors.Interruptor()"
-            )
-        self._stopped: Callable[[], bool] = stopped
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index) or self._stopped()
-
-
-def stop_byte(interruptor: Any = None) -> Stop:
-    """Return the byte that the hot loop of a collector in this process reads."""
-    if interruptor is not None and not isinstance(interruptor, Interruptor):
-        return _PolledStop(interruptor)
-    return _Byte(1)  # one of the collector's own, which raises it when it shuts down

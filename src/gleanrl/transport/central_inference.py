@@ -109,9 +109,9 @@ part of every update of weights, and neither must wait for an environment that i
 class JointBackend(InlineBackend):
     """Rollouts that run at their own pace, and a policy that acts for all that wait for it."""
 
-    def __init__(self, open_window: OpenWindow, stop: Stop, sizes: CallSizes) -> None:
+    def __init__(self, open_window: OpenWindow, sizes: CallSizes) -> None:
         """Act for as many environments at once as ``sizes`` says."""
-        super().__init__(open_window, stop)
+        super().__init__(open_window)
         self._sizes = sizes
         self._running: dict[int, _Rollout] = {}
         """By worker."""

@@ -22,17 +22,19 @@ from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 
+class _Byte(bytearray):
+    """A stop byte that can be referred to weakly."""
+
+
 class InlineBackend:
     """Runs a command when its reply is received, in the order of workers in processes."""
 
     inline, worker_name = True, WORKER_NAME
 
-    def __init__(
-        self, open_window: OpenWindow, stop: Stop | None = None, *, apart: bool = False
-    ) -> None:
+    def __init__(self, open_window: OpenWindow, *, apart: bool = False) -> None:
         self._apart = apart
         self._open_window = open_window
-        self.stop_byte: Stop = bytearray(1) if stop is None else stop
+        self.stop_byte: Stop = _Byte(1)
         self._workers: list[Worker] = []
         self._collects: deque[tuple[int, int, m.Command]] = deque()
         self._others: deque[tuple[int, int, m.Command]] = deque()
