@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import GleanError
@@ -17,17 +17,6 @@ _BACK_OFF_S = 0.1, 10.0
 """The shortest and the longest delay of a replacement that follows others soon."""
 _SOON_S = 10.0
 """Replacements of one worker within this time are delayed, each twice as long as the last."""
-
-
-class ReplacingBackend(Protocol):
-    """A backend that starts workers again."""
-
-    def replace(self, worker: int, life: int, delay: float) -> None:
-        """Have ``worker``, which was lost, started again after ``delay`` seconds, without waiting.
-
-        Then `Backend.receive` returns its `Ready`, or raises `WorkerDied`. ``life`` is how many
-        were lost before the new one.
-        """
 
 
 class Replacements:
@@ -45,13 +34,13 @@ class Replacements:
         """Replace workers of ``session`` from now on, including workers lost before.
 
         Args:
-            session: With the workers; its backend starts replacements.
+            session: With the workers; its backend starts replacements, as `NetworkBackend.replace`.
             allowed: How often each worker may be replaced, and within how many seconds.
             commands: Returns those for the replacement of a worker, in its new life; must not keep
                 the session alive.
         """
-        self._session, self._backend = session, cast("ReplacingBackend", session.backend)
-        self._commands = commands
+        self._session, self._commands = session, commands
+        self._backend: Any = session.backend
         self._allowed = [RetryLimit(*allowed) for _ in range(session.workers)]
         session.replacing = self
         for worker in set(range(session.workers)) - set(session.alive):
