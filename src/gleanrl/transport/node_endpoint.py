@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
@@ -199,10 +199,7 @@ os.register_at_fork(  # signals wait meanwhile, so that the child hears none bef
 
 @contextlib.contextmanager
 def _leaving_on(
-    signals: Sequence[signal.Signals],
-    connection: NodeConnection,
-    label: str,
-    note: Callable[[str], object],
+    signals: Sequence[signal.Signals], connection: NodeConnection, label: str
 ) -> Iterator[None]:
     """Have ``signals`` make the node leave meanwhile. For the main thread.
 
@@ -223,10 +220,7 @@ def _leaving_on(
             end.daemon = True
             end.start()
             came.append(number)
-            reason = f"was told to end by {number.name} ({label}) and left"
-            connection.leave(reason)
-            with contextlib.suppress(Exception):  # the connection has told it already
-                note(reason)
+            connection.leave(f"was told to end by {number.name} ({label}) and left")
             return
 
     os.set_blocking(write, False)
@@ -259,10 +253,7 @@ def main(fd: int) -> None:
 
 
 def run_node(
-    invitation: Invitation,
-    signals: Sequence[signal.Signals] = (),
-    label: str = "",
-    note: Callable[[str], object] = bool,
+    invitation: Invitation, signals: Sequence[signal.Signals] = (), label: str = ""
 ) -> None:
     """Serve the learner that ``invitation`` is from, until it says so or goes away.
 
@@ -270,7 +261,6 @@ def run_node(
         invitation: The learner's address, and the secret.
         signals: Make the node end in order, after it has told the learner; only in the main thread.
         label: The job of this process, for the message to the learner when a signal came.
-        note: Gets the reason of such an end as well.
 
     Raises:
         CollectorTimeout: there is no answer.
@@ -294,7 +284,7 @@ def run_node(
     connection = NodeConnection(channel, invitation.node, own_address, timeout_s)
     connection.start(others)
     try:
-        leaving = _leaving_on(signals, connection, label, note)
+        leaving = _leaving_on(signals, connection, label)
         with leaving if signals else contextlib.nullcontext():
             assert boot.connect is not None
             pair = boot.connect(connection)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -194,7 +193,6 @@ def serve_as_rank(timeout_s: float) -> None:
             invitation,
             (signal.SIGTERM, signal.SIGINT) if main else (),
             f"rank {job.rank}: torchrun, or whoever runs it, ends the job",
-            functools.partial(store.set, job.key(f"ended/{node}")),
         )
     except Exception as err:
         store.set(job.key(f"ended/{node}"), f"failed: {type(err).__name__}: {err}")
