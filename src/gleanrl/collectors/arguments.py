@@ -40,6 +40,7 @@ from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, fo
 from gleanrl.core.options import (
     InfoKeys,
     check_int,
+    check_word,
     read_device,
     seconds,
     warn,
@@ -64,15 +65,7 @@ _POSITIVE: Reader = functools.partial(check_int, least=1)
 
 def among(*words: str | None) -> Reader:
     """Return a reader of an argument that is one of ``words``."""
-    *others, last = [word if word is None else repr(word) for word in words]
-    known = f"{', '.join(map(str, others))} or {last}"
-
-    def read(name: str, value: Any) -> Any:
-        if value not in words:
-            raise ConfigError(f"{name} ({value!r}) must be {known}")
-        return value
-
-    return read
+    return functools.partial(check_word, words=words)
 
 
 class CommonArguments(TypedDict, total=False):

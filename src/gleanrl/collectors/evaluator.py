@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.argument_texts import TEXTS
-from gleanrl.collectors.arguments import among, check_callables, read_seed
+from gleanrl.collectors.arguments import check_callables, read_seed
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.in_process_collector import Collector
@@ -29,7 +29,7 @@ from gleanrl.collectors.multi_collector import MultiSyncCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
-from gleanrl.core.options import check_int, warn
+from gleanrl.core.options import check_int, check_word, warn
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.weights.module_weights import check_weights, cloned, warn_of_no_weights, weights_of
 
@@ -684,9 +684,9 @@ def _check_words(
             "belong to the whole process, so a thread would change how the learner's own policy "
             "acts; use backend='process', or 'inline' to wait for evaluations"
         )
-    among("process", "ray", "inline")("backend", backend)
-    among("skip", "error", "queue")("busy_policy", busy_policy)
-    among("raise", "relaunch")("on_failure", on_failure)
+    check_word("backend", backend, ("process", "ray", "inline"))
+    check_word("busy_policy", busy_policy, ("skip", "error", "queue"))
+    check_word("on_failure", on_failure, ("raise", "relaunch"))
     if on_failure == "relaunch" and backend == "inline":
         raise ConfigError("on_failure='relaunch' needs a worker to lose: use backend='process'")
     if collector_cls not in (None, Collector, "Collector", "SyncDataCollector"):

@@ -99,6 +99,14 @@ def check_int(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def check_word(name: str, value: Any, words: Collection[str | None]) -> Any:
+    """Return ``value``, one of ``words``."""
+    if value not in words:
+        *others, last = map(repr, words)
+        raise ConfigError(f"{name} ({value!r}) must be {', '.join(others)} or {last}")
+    return value
+
+
 def is_number(value: Any) -> bool:
     """Tell whether ``value`` is a number of Python's or NumPy's."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import keys
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, check_word
 from gleanrl.core.protocols import Source
 from gleanrl.engine.sink import Sink
 from gleanrl.memory import tensor_files
@@ -108,8 +108,7 @@ class Recorder(Sink):
         Raises:
             ConfigError: something is at ``path`` already, or an argument is wrong.
         """
-        if where not in ("workers", "learner"):
-            raise ConfigError(f"where ({where!r}) must be 'workers' or 'learner'")
+        check_word("where", where, ("workers", "learner"))
         if num_envs is not None:
             num_envs = check_int("num_envs", num_envs, least=1)
         if total_frames is not None:
@@ -256,8 +255,7 @@ class Recorder(Sink):
                 readable with `load_dataset`, so another recorder can write them elsewhere.
             ConfigError: there is no such status.
         """
-        if status not in ENDS:
-            raise ConfigError(f"status ({status!r}) must be one of {', '.join(map(repr, ENDS))}")
+        check_word("status", status, ENDS)
         if self._finisher is None or not self._finisher.alive:
             return
         for collector in [found for ref in self._collectors if (found := ref()) is not None]:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from gleanrl.core.errors import ConfigError
+from gleanrl.core.options import check_word
 from gleanrl.transport.data_plane import Connect, Connection, Pair, Transfer
 
 _LEARNER, _NODE = 0, 1
@@ -76,9 +77,7 @@ class ProcessGroups:
             kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
             timeout_s: Seconds that the learner waits for one transfer.
         """
-        if kind not in KINDS:
-            raise ConfigError(f"backend ({kind!r}) must be one of {', '.join(map(repr, KINDS))}")
-        available, problem = _NEEDS[kind]
+        available, problem = _NEEDS[check_word("backend", kind, KINDS)]
         if not available():
             raise ConfigError(f"backend={kind!r}: {problem}")
         self._kind, self._timeout_s = kind, timeout_s

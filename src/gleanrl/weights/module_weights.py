@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gleanrl.core.errors import ConfigError, WeightsError
-from gleanrl.core.options import warn
+from gleanrl.core.errors import WeightsError
+from gleanrl.core.options import check_word, warn
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
 """Dotted name to shape, dtype, and whether weights must have it (parameters), else may."""
@@ -244,9 +244,7 @@ class PolicyVersion:
 
     def __init__(self, version_type: Literal["int", "uuid"] = "int") -> None:
         """Start at version 0."""
-        if version_type not in ("int", "uuid"):
-            raise ConfigError(f"version_type ({version_type!r}) must be 'int' or 'uuid'")
-        self.version_type = version_type
+        self.version_type = check_word("version_type", version_type, ("int", "uuid"))
         self._number = 0
         self._label = str(uuid.uuid4()) if version_type == "uuid" else ""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from gleanrl.core.errors import ConfigError, for_users
+from gleanrl.core.options import check_word
 
 
 class WeightSyncScheme:
@@ -36,9 +37,7 @@ class WeightSyncScheme:
         Raises:
             ConfigError: an unknown strategy.
         """
-        if strategy not in ("tensordict", "state_dict"):
-            raise ConfigError(f"strategy ({strategy!r}) must be 'tensordict' or 'state_dict'")
-        self.strategy = strategy
+        self.strategy = check_word("strategy", strategy, ("tensordict", "state_dict"))
         self.sync = sync
 
     @staticmethod

@@ -28,7 +28,7 @@ import cloudpickle
 
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import CollectorTimeout, ConfigError, WorkerDied
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, check_word
 from gleanrl.core.platforms import imported
 from gleanrl.transport.addresses import LOOPBACK, outward
 from gleanrl.transport.handshake import Invitation
@@ -332,7 +332,6 @@ class _MainJob:
 
 
 R = TypeVar("R")
-_FRAMEWORKS = ("distributed", "rpc")
 _PAUSE_S = 0.2
 _END_GRACE_S = 10.0
 """Seconds nodes get to end once the main job has."""
@@ -408,10 +407,8 @@ class submitit_delayed_launcher:  # the name that users know
         Raises:
             ConfigError: submitit is not installed, or an argument cannot be.
         """
-        if framework not in _FRAMEWORKS:
-            raise ConfigError(f"framework ({framework!r}) must be one of {_FRAMEWORKS}")
-        if backend not in KINDS:
-            raise ConfigError(f"backend ({backend!r}) must be one of {KINDS}")
+        check_word("framework", framework, ("distributed", "rpc"))
+        check_word("backend", backend, KINDS)
         self._count = check_int("num_jobs", num_jobs, least=1)
         self._port = str(tcpport)
         self._main = {"name": "gleanrl-main", **(submitit_main_conf or {})}
