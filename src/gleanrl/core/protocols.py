@@ -295,11 +295,7 @@ class WeightPublisher(Protocol):
     """The reference from which a worker reads it (`core.messages.Bind`)."""
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
-        """Copy ``tensors``, in the order of ``ref``, and make them the newest.
-
-        Raises:
-            WeightsError: a shape that is not the plan's; nothing is published.
-        """
+        """Copy ``tensors``, in the order of ``ref`` and of its shapes, and make them the newest."""
 
 
 class Backend(Protocol):

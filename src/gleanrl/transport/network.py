@@ -40,7 +40,7 @@ from gleanrl.transport.wire import (
     reply_in,
 )
 from gleanrl.transport.worker_loop import Boot, OpenWindow
-from gleanrl.weights.published_buffers import FlatBuffer, check_fit, planned
+from gleanrl.weights.published_buffers import FlatBuffer, planned
 
 _NODE_EXIT_S = 1.0
 """Seconds after which a node that was told to end is given up."""
@@ -265,7 +265,6 @@ class FlatWeightPublisher:
 
     def publish(self, tensors: Sequence[torch.Tensor], version: int, serial: int) -> None:
         """Copy ``tensors``, in the order of ``ref``, and begin to send them."""
-        check_fit(self.ref, tensors)
         with Deferred():  # a frame that is sent in part, or twice, ends the connection
             buffer = self._unused()
             buffer.fill(tensors, version, serial)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from gleanrl.core.errors import GleanError, WeightsError
+from gleanrl.core.errors import GleanError
 from gleanrl.core.messages import Snapshot, WeightsRef
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.raw_bytes import raw_bytes
@@ -42,15 +42,6 @@ def planned(weights: Mapping[str, torch.Tensor]) -> WeightsRef:
         entries.append((name, tuple(tensor.shape), tensor.dtype, size))
         size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
     return WeightsRef(0, size, tuple(entries))
-
-
-def check_fit(ref: WeightsRef, tensors: Sequence[torch.Tensor]) -> None:
-    """Check shapes against the plan."""
-    if len(tensors) != len(ref.entries):
-        raise WeightsError(f"{len(tensors)} tensors for {len(ref.entries)} entries")
-    for tensor, (name, shape, _, _) in zip(tensors, ref.entries, strict=True):
-        if tuple(tensor.shape) != shape:
-            raise WeightsError(f"{name!r} has shape {tuple(tensor.shape)}, the workers' is {shape}")
 
 
 class FlatBuffer:
@@ -134,7 +125,6 @@ class SharedWeightPublisher:
         self._count[0] = number
 
     def _look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        check_fit(self.ref, tensors)
         plain = self.ref.nbytes <= _SMALL and all(
             _is_plain(tensor) and tensor.dtype == dtype
             for tensor, (_, _, dtype, _) in zip(tensors, self.ref.entries, strict=True)
