@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,18 @@ from gleanrl.recording.formats import FORMATS
 # -- readers ---------------------------------------------------------------------------------------
 
 
-_NUMBER = re.compile(
-    r"(\d+|\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+|(?=\.\d))(\.\d*)?(e[+-]?\d{1,2})?",
-    re.ASCII | re.IGNORECASE,
-)
-"""A number; separators only group digits by three."""
-
-
-def _number(text: str) -> Fraction | None:
-    """Return the value of ``text``, ``None`` if it is not a number."""
-    if not _NUMBER.fullmatch(text):
-        return None
-    return Fraction(text.replace(",", "").replace("_", ""))
+def _number(text: str) -> float:
+    """Return the value of ``text``, NaN if it is not a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _integer(least: int, most: float, range_text: str) -> Callable[[str], int]:
     def read(text: str) -> int:
         value = _number(text)
-        if value is not None and value.denominator == 1 and least <= value <= most:
+        if value.is_integer() and least <= value <= most:
             return int(value)
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {range_text}")
 
@@ -42,7 +34,7 @@ def _integer(least: int, most: float, range_text: str) -> Callable[[str], int]:
 
 
 count = _integer(1, math.inf, "of 1 or more")
-"""Reads a number of things: ``10000``, ``10_000``, ``10,000`` or ``1e4``."""
+"""Reads a number of things: ``10000``, ``10_000`` or ``1e4``."""
 index = _integer(0, math.inf, "of 0 or more")
 seed = _integer(0, 2**32 - 1, "from 0 to 2**32 - 1")
 port = _integer(1, 2**16 - 1, "from 1 to 65535")
@@ -60,9 +52,9 @@ def counts(text: str) -> tuple[int, ...]:
 def seconds(text: str) -> float:
     """Read a positive number of seconds."""
     value = _number(text)
-    if not value:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return float(value)
+    return value
 
 
 def address(text: str) -> tuple[str, int]:

@@ -33,9 +33,6 @@ Examples:
   gleanrl top
   gleanrl doctor
 """
-_INSTEAD = {
-    "--play": "; wrap the environment in Gymnasium's RecordVideo while it is collected or evaluated"
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,8 +57,7 @@ class _Parser(argparse.ArgumentParser):
         if not text.startswith("-"):
             self.error(f"{text!r} is one argument too many")
         option = text.partition("=")[0]
-        hint = _INSTEAD.get(option) or _meant(option, self._option_string_actions)
-        self.error(f"there is no option {option}{hint}")
+        self.error(f"there is no option {option}" + _meant(option, self._option_string_actions))
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
