@@ -158,7 +158,7 @@ class WorkerPlan:
             single=not sync,
         )
         self.sink = make_sink(
-            arguments["replay_buffer"], arguments["extend_buffer"], self.batches.stacked
+            arguments["replay_buffer"], arguments["extend_buffer"], self.batches.stacked, sync
         )
         """The replay buffer or writer that receives batches instead of the user."""
         self.fills = (

@@ -13,7 +13,7 @@ from gleanrl.core.keys import MASK, TRAJ_IDS, format_key
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.row_visibility import Author, written_by
-from gleanrl.memory.replay.row_writers import RoundRobinWriter
+from gleanrl.memory.replay.row_writers import RoundRobinWriter, over_rows
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 
@@ -47,10 +47,11 @@ class Sink:
         """Note that the collector's environments were seeded."""
 
 
-def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
+def make_sink(buffer: Any, extend: bool, stacked: bool = False, sync: bool = True) -> Sink | None:
     """Return the sink that stores batches in ``buffer``; ``None`` without a buffer.
 
-    They are stored whole (``extend``) or step by step; a ``stacked`` batch begins with workers.
+    They are stored whole (``extend``) or step by step; a ``stacked`` batch begins with workers. If
+    ``sync``, each batch has the frames of all environments.
     """
     if buffer is None or (extend and isinstance(buffer, Sink)):
         return buffer
@@ -64,7 +65,7 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
             "replay buffer, such as ReplayBuffer(storage=...)"
         )
     if two_dims:
-        return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
+        return _BufferSink(buffer, partial(_extend_env_time, method, not extend), aligned=sync)
     if extend:
         return _BufferSink(buffer, partial(_extend_rows, method))
     return _BufferSink(buffer, partial(_add_steps, method, stacked), by_batch=False)
@@ -74,13 +75,32 @@ class _BufferSink(Sink):
     """Stores in any object with the methods of a replay buffer."""
 
     def __init__(
-        self, buffer: Any, store: Callable[[TensorDictBase], int], by_batch: bool = True
+        self,
+        buffer: Any,
+        store: Callable[[TensorDictBase], int],
+        by_batch: bool = True,
+        aligned: bool = False,
     ) -> None:
-        """Store in ``buffer`` with ``store``, batch by batch or step by step."""
+        """Store in ``buffer`` with ``store``, batch by batch or step by step.
+
+        ``aligned`` means that each row of every batch continues the same row of the one before.
+        """
         self._buffer, self._store, self._by_batch = buffer, store, by_batch
+        self._aligned = aligned
         sampler = buffer.sampler if isinstance(buffer, ReplayBuffer) else None
         self._needs_ids = isinstance(sampler, SliceSampler) and sampler.traj_key is None
         self._author = Author()
+
+    def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
+        """Refuse a transform of TorchRL's that would compute across environments."""
+        name = over_rows(getattr(self._buffer, "_transform", None))  # public nowhere
+        if name is not None and num_envs > 1 and not self._aligned:
+            raise ConfigError(
+                f"{name} of the replay buffer computes over successive rows, and rows of "
+                f"{num_envs} environments follow one another there; give it to the collector as "
+                "postproc= (MultiStep in place of MultiStepTransform), or store batches of a "
+                "synchronous collector in a storage with ndim=2"
+            )
 
     def store(self, batch: TensorDictBase) -> int:
         """Store ``batch``.
