@@ -656,9 +656,7 @@ def test_whole_trajectories_are_written_in_one_piece(make, kind, per_write):
     stats = collector.stats()
     assert stats["frames"] == 320
     rows = check_rows(rb)
-    each = 5 * (per_write or 1)  # episodes have five steps
-    assert len(rows) % each == 0
-    assert 320 - len(rows) < 2 * (each + 5)
+    assert 320 - len(rows) < 2 * 5  # episodes have five steps
     pieces = rows["collector", "traj_ids"].view(-1, 5)
     assert (pieces == pieces[:, :1]).all()
     assert (

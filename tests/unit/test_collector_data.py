@@ -16,7 +16,17 @@ from tensordict.nn import TensorDictModule
 from tests.covering import examples
 from torch import nn
 
-from gleanrl import Collector, ConfigError, EnvError, Interruptor, MultiStep
+from gleanrl import (
+    Collector,
+    ConfigError,
+    EnvError,
+    Interruptor,
+    LazyTensorStorage,
+    ListStorage,
+    MultiStep,
+    MultiSyncCollector,
+    ReplayBuffer,
+)
 
 
 class Countdown(gym.Env):
@@ -350,6 +360,20 @@ def test_whole_trajectories_come_in_exact_numbers():
     ids = torch.cat([batch["collector", "traj_ids"][:, 0] for batch in batches])
     assert set(lengths.tolist()) == {3, 5}
     assert len(set(ids.tolist())) == len(ids)
+
+
+@pytest.mark.parametrize("make", [ListStorage, LazyTensorStorage])
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize("per_write", [None, 3])
+def test_a_loop_that_stores_whole_trajectories_has_one_turn_per_batch(make, kind, per_write):
+    """As TorchRL's: a learner that samples once per turn learns as often. Nothing whole is left."""
+    buffer = ReplayBuffer(storage=make(100))
+    options = {} if kind is Collector else {"backend": "inline"}
+    options |= {"trajs_per_batch": 2, "trajs_per_write": per_write, "replay_buffer": buffer}
+    makers = [lambda: Countdown(3), lambda: Countdown(9)]
+    with kind(makers, frames_per_batch=16, total_frames=48, **options) as collector:
+        stored = [len(buffer) for _ in collector]  # eight steps of each environment at a time
+    assert stored == [6, 15 + 9, 24 + 18]
 
 
 def test_n_step_returns_are_a_postproc():

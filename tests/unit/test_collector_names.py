@@ -48,6 +48,7 @@ def test_paths_resolve(path):
         ("gleanrl.collectors", "LLMCollector", "TorchRL's collectors"),
         ("gleanrl.collectors.distributed", "RayEvalWorker", "RayCollector"),
         ("gleanrl.weight_update", "MPTransport", "a collector moves the weights"),
+        ("gleanrl.data", "LazyStackStorage", "import it from torchrl.data, with the buffer"),
         ("gleanrl.envs", "TransformedEnv", "import it from torchrl.envs"),
         ("gleanrl.modules", "ProbabilisticActor", "import it from torchrl.modules"),
     ],

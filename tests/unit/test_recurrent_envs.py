@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential as Seq
 from tests.covering import ALL
@@ -20,9 +21,15 @@ from torchrl.envs import (
     Transform,
     TransformedEnv,
 )
-from torchrl.modules import AdditiveGaussianModule, GRUModule, LSTMModule
+from torchrl.modules import (
+    AdditiveGaussianModule,
+    ConsistentDropoutModule,
+    GRUModule,
+    LSTMModule,
+)
 from torchrl.testing.mocking_classes import CountingEnvWithString
 
+from gleanrl import PolicyError
 from gleanrl.collectors import Collector
 from gleanrl.envs import SerialEnv as OurSerialEnv
 
@@ -232,3 +239,50 @@ def test_noise_without_spec_is_given_that_of_the_environment():
     policy = Seq(Mod(nn.Linear(3, 1), ["observation"], ["action"]), noise)
     (batch,) = Collector(pendulum(), policy, frames_per_batch=20, total_frames=20)
     assert batch["action"].abs().max() == 2
+
+
+class Primed(nn.Module):
+    """Reads and writes ``"cnt"``, of which its primer says the value at the start of episodes."""
+
+    in_keys, out_keys = ["observation", "cnt"], ["action", ("next", "cnt")]
+
+    def __init__(self, **values):
+        super().__init__()
+        self.values = values
+
+    def make_tensordict_primer(self):
+        return TensorDictPrimer(cnt=Unbounded(shape=(1,)), **self.values)
+
+    def forward(self, td):
+        counting(td)
+        return td
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ConsistentDropoutModule(0.5, in_keys="observation", input_shape=(3,)),
+        Primed(default_value=3.0),
+        Primed(random=True),
+        Primed(default_value=lambda: torch.ones(1)),
+        Primed(
+            default_value=lambda reset: TensorDict(cnt=torch.ones(1)), single_default_value=True
+        ),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_value_at_the_start_of_episodes_that_only_a_primer_gives_is_not_replaced(module):
+    """Zeros in its place would be a silent difference: the whole layer dropped, say."""
+    policy = Seq(module, Mod(nn.Linear(3, 1), ["observation"], ["action"]))
+    with pytest.raises(PolicyError, match=r"append_transform\(module.make_tensordict_primer"):
+        Collector(pendulum(), policy, frames_per_batch=20)
+    primed = pendulum(module.make_tensordict_primer())
+    with Collector(primed, policy, frames_per_batch=20) as collector:
+        assert next(iter(collector)).shape == (20,)
+
+
+def test_zeros_of_a_primer_are_given():
+    policy = Seq(Primed(), Mod(nn.Linear(3, 1), ["observation"], ["action"]))
+    with Collector(pendulum(), policy, frames_per_batch=20, total_frames=20) as collector:
+        cnt = next(iter(collector))["cnt"].squeeze(-1)
+    assert cnt.tolist() == [*range(7), *range(7), *range(6)]

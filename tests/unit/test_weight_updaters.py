@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+import torchrl.collectors
+import torchrl.weight_update
 from tensordict import TensorDict
 from torch import nn
 
@@ -411,6 +413,23 @@ def test_weights_are_received_from_a_parent_or_applied_here(make):
             collector.receive_weights(weights(2))
         collector.update_policy_weights_(weights(2))
         assert acts(collector) == 2
+
+
+def test_updaters_and_schemes_of_torchrl_are_refused_and_not_called(make):
+    """Called as a factory, TorchRL's updater would update weights."""
+    sent = []
+
+    class Theirs(torchrl.collectors.VanillaWeightUpdater):
+        def _sync_weights_with_worker(self, **arguments):
+            sent.append(arguments)
+
+    updater = Theirs(weight_getter=lambda: weights(1), policy_weights=weights(2))
+    with pytest.raises(TypeError, match=r"import the class, or its base, from gleanrl.collectors"):
+        make(Constant(), weight_updater=updater)
+    assert not sent
+    scheme = torchrl.weight_update.SharedMemWeightSyncScheme()
+    with pytest.raises(ConfigError, match=r"import it from gleanrl.weight_update"):
+        make(Constant(), weight_sync_schemes={"policy": scheme})
 
 
 def test_a_receiver_has_to_be_a_scheme(make):

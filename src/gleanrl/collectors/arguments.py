@@ -525,8 +525,8 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
     for name, scheme in (schemes or {}).items():
         if not isinstance(scheme, WeightSyncScheme):
             raise ConfigError(
-                f"the weight sync scheme of {name!r} is a {type(scheme).__name__}, not a "
-                "WeightSyncScheme"
+                f"the weight sync scheme of {name!r} ({scheme!r:.100}) is not a WeightSyncScheme; "
+                "import it from gleanrl.weight_update"
             )
 
 

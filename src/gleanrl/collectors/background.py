@@ -120,7 +120,7 @@ class Background:
             with self._state:
                 if not self._state.wait_for(lambda: self._resting, timeout):
                     raise CollectorTimeout(
-                        f"what was being collected did not come to an end within {timeout} s"
+                        f"what was being collected did not come to an end within {timeout:.4g} s"
                     )
             if self._error is not None:
                 self.error_raised = True
@@ -144,7 +144,7 @@ class Background:
             self._stopping = True
             self._state.notify_all()
         if not self.join(timeout):
-            raise CollectorTimeout(f"background collection did not end within {timeout} s")
+            raise CollectorTimeout(f"background collection did not end within {timeout:.4g} s")
 
 
 class Collects(Protocol):

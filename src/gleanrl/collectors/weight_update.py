@@ -210,11 +210,14 @@ def read_updater(given: Any) -> WeightUpdaterBase | None:
     """
     if given is None or isinstance(given, WeightUpdaterBase):
         return given
-    made = given() if callable(given) else given
+    # An updater of TorchRL's is no factory: calling it would update weights.
+    theirs = any(kind.__module__.startswith("torchrl.") for kind in type(given).__mro__)
+    made = given() if callable(given) and not theirs else given
     if isinstance(made, WeightUpdaterBase):
         return made
     raise TypeError(
-        f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called"
+        f"weight_updater ({given!r:.100}) must be a WeightUpdaterBase or return one when called; "
+        "import the class, or its base, from gleanrl.collectors"
     )
 
 

@@ -157,9 +157,7 @@ class WorkerPlan:
             trim=sync and self.stops and not self.in_process,
             single=not sync,
         )
-        self.sink = make_sink(
-            arguments["replay_buffer"], arguments["extend_buffer"], self.batches.stacked
-        )
+        self.sink = make_sink(arguments, self.batches.stacked, sync)
         """The replay buffer or writer that receives batches instead of the user."""
         self.fills = (
             self.sink is not None and not self.in_process and self.sink.by_workers(self.remote)

@@ -1,5 +1,6 @@
 """Names under which TorchRL users look for data helpers. Re-exports only."""
 
+from gleanrl.core.errors import refuse
 from gleanrl.core.lazy import lazy_exports
 from gleanrl.envs import specs
 from gleanrl.envs.specs import *
@@ -53,4 +54,12 @@ __all__ = [
 ]
 __all__.extend(specs.__all__)
 
-__getattr__ = lazy_exports(__name__, (), ())  # modules of this package, as `gleanrl.data.postprocs`
+_OF_TORCHRL = "LazyStackStorage PrioritizedSliceSampler ReplayBufferEnsemble TensorStorage"
+__getattr__ = refuse(
+    __name__,
+    dict.fromkeys(
+        _OF_TORCHRL.split(),
+        "import it from torchrl.data, with the buffer; collectors fill TorchRL's buffers as well",
+    ),
+    lazy_exports(__name__, (), ()),  # modules of this package, as `gleanrl.data.postprocs`
+)

@@ -28,8 +28,8 @@ Hook: TypeAlias = Callable[[Any], None]
 class Pipeline:
     """Split, post-process, drop private entries, call the hook, deliver. Decided once.
 
-    One collected batch gives one result, except with whole trajectories, where it gives as many as
-    were completed.
+    One collected batch gives one result. Whole trajectories, unless they are stored, give as many
+    as were completed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
             return deque() if whole is None else deque((self._finish(whole, hook),))
         ready: deque[TensorDictBase | None] = deque()
         self._whole.push(batch)
-        while (complete := self._whole.pop()) is not None:
+        while (complete := self._whole.pop(self._sink is not None)) is not None:
             if (whole := self._join(complete)) is not None:
                 ready.append(self._finish(whole, hook))
         if self._episodes_end:
@@ -88,7 +88,8 @@ class Pipeline:
                     "reset_at_each_iter=True an episode has to fit into one batch; raise "
                     "frames_per_batch or set max_frames_per_traj"
                 )
-        return ready
+        # A loop over a collector that fills a buffer has one turn per collected batch.
+        return ready if self._sink is None or self.least_frames else deque((None,))
 
     def _join(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Return ``batch`` together with those before; ``None`` if more are to come."""
@@ -201,7 +202,7 @@ def _checked(postproc: PostProc) -> PostProc:
 
 
 def _whole_trajectories(arguments: Mapping[str, Any]) -> WholeTrajectories | None:
-    """Return the cutter of whole trajectories; for a buffer it delivers each as it completes."""
+    """Return the cutter of whole trajectories; by default, a buffer gets each by itself."""
     count = arguments["trajs_per_batch"]
     if count is None:
         return None

@@ -579,7 +579,7 @@ class Session:
     def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
         """Count ``workers``, which did not do their ``task``, as lost."""
         late = self._names(workers)
-        error = CollectorTimeout(f"{late} did not {task} within {deadline.seconds} s")
+        error = CollectorTimeout(f"{late} did not {task} within {deadline.seconds:.4g} s")
         for worker in workers:
             self._lose(worker, error)
 

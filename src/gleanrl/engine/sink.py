@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,10 +10,11 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import MASK, TRAJ_IDS, format_key
+from gleanrl.core.options import warn
 from gleanrl.core.protocols import Source
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.row_visibility import Author, written_by
-from gleanrl.memory.replay.row_writers import RoundRobinWriter
+from gleanrl.memory.replay.row_writers import RoundRobinWriter, over_rows
 from gleanrl.memory.replay.slices import SliceSampler
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 
@@ -47,11 +48,12 @@ class Sink:
         """Note that the collector's environments were seeded."""
 
 
-def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
-    """Return the sink that stores batches in ``buffer``; ``None`` without a buffer.
+def make_sink(arguments: Mapping[str, Any], stacked: bool, sync: bool) -> Sink | None:
+    """Return the sink for batches that a collector's ``arguments`` name, ``None`` without one.
 
-    They are stored whole (``extend``) or step by step; a ``stacked`` batch begins with workers.
+    A ``stacked`` batch begins with workers; if ``sync``, it has frames of all environments.
     """
+    buffer, extend = arguments["replay_buffer"], arguments["extend_buffer"]
     if buffer is None or (extend and isinstance(buffer, Sink)):
         return buffer
     storage = getattr(buffer, "storage", None)  # TorchRL's buffers have one, too
@@ -64,9 +66,10 @@ def make_sink(buffer: Any, extend: bool, stacked: bool = False) -> Sink | None:
             "replay buffer, such as ReplayBuffer(storage=...)"
         )
     if two_dims:
-        return _BufferSink(buffer, partial(_extend_env_time, method, not extend))
+        return _BufferSink(buffer, partial(_extend_env_time, method, not extend), apart=sync)
     if extend:
-        return _BufferSink(buffer, partial(_extend_rows, method))
+        ends = arguments["set_truncated"] or arguments["trajs_per_batch"] is not None
+        return _BufferSink(buffer, partial(_extend_rows, method), apart=ends)
     return _BufferSink(buffer, partial(_add_steps, method, stacked), by_batch=False)
 
 
@@ -74,13 +77,42 @@ class _BufferSink(Sink):
     """Stores in any object with the methods of a replay buffer."""
 
     def __init__(
-        self, buffer: Any, store: Callable[[TensorDictBase], int], by_batch: bool = True
+        self,
+        buffer: Any,
+        store: Callable[[TensorDictBase], int],
+        by_batch: bool = True,
+        apart: bool = False,
     ) -> None:
-        """Store in ``buffer`` with ``store``, batch by batch or step by step."""
+        """Store in ``buffer`` with ``store``, batch by batch or step by step.
+
+        Environments are ``apart`` if their rows have a dimension, or end flags where others follow.
+        """
         self._buffer, self._store, self._by_batch = buffer, store, by_batch
+        self._apart = apart
         sampler = buffer.sampler if isinstance(buffer, ReplayBuffer) else None
         self._needs_ids = isinstance(sampler, SliceSampler) and sampler.traj_key is None
         self._author = Author()
+
+    def attach(self, collector: Any, env: Callable[[], Any], num_envs: int) -> None:
+        """Name parts of TorchRL's buffers that would take rows of environments for one sequence."""
+        if num_envs == 1 or self._apart:
+            return
+        follow = f"rows of {num_envs} environments follow one another there"
+        # Neither is public.
+        name = over_rows(getattr(self._buffer, "_transform", None))
+        sampler = getattr(self._buffer, "_sampler", None)
+        if name is not None:
+            raise ConfigError(
+                f"{name} of the replay buffer computes over successive rows, and {follow}; give it "
+                "to the collector as postproc= (MultiStep in place of MultiStepTransform), or "
+                "store batches of a synchronous collector in a storage with ndim=2"
+            )
+        if getattr(sampler, "_fetch_traj", True) is False:
+            warn(
+                f"the replay buffer's {type(sampler).__name__} finds trajectories by end flags, "
+                f"and {follow}, so slices can cross from one to another: drop its end flags (it "
+                "finds trajectory ids), or pass set_truncated or trajs_per_batch to the collector"
+            )
 
     def store(self, batch: TensorDictBase) -> int:
         """Store ``batch``.

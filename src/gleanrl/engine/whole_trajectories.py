@@ -302,8 +302,11 @@ class WholeTrajectories:
                 self.frames_discarded += _length(left)
         self._running[traj] = []
 
-    def pop(self) -> TensorDict | None:
+    def pop(self, fewer: bool = False) -> TensorDict | None:
         """Return ``num_trajectories`` whole trajectories, or ``None`` if there are fewer.
+
+        Args:
+            fewer: Return those that there are, if there are fewer.
 
         Returns:
             Fresh memory, time the last dimension. Padded: ``[N, T_max]`` with zeros and a mask at
@@ -311,7 +314,9 @@ class WholeTrajectories:
             the trajectories end to end, ``[T_1 + ... + T_N]``.
         """
         share = self.num_trajectories // len(self._ready)
-        if any(len(line) < share for line in self._ready):
+        if fewer:
+            share = min(share, *map(len, self._ready))
+        if not share or any(len(line) < share for line in self._ready):
             return None
         chosen = [line.popleft() for line in self._ready for _ in range(share)]
         frames, lengths = _gather(chosen), list(map(_length, chosen))

@@ -70,6 +70,15 @@ def unfit_state(key: Key, before: torch.Tensor, after: torch.Tensor | None) -> P
     )
 
 
+def unprimed(key: Key, module: nn.Module) -> PolicyError:
+    """Return the error for an entry that ``module`` wants at the start of every episode."""
+    return PolicyError(
+        f"{type(module).__name__} of the policy reads {format_key(key)}, of which episodes begin "
+        "with a value of its primer that only the environment can give; add the primer to a "
+        "TorchRL environment: env.append_transform(module.make_tensordict_primer())"
+    )
+
+
 def _declare(states: Sequence[Key]) -> str:
     shape = "(hidden_size,)" if len(states[0]) == 1 else "(agents, hidden_size)"
     return (

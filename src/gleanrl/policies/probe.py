@@ -36,7 +36,7 @@ from gleanrl.core.options import SourceOptions, warn
 from gleanrl.core.streams import preserved
 from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
 from gleanrl.policies.adapt import Adapted, adapt
-from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state
+from gleanrl.policies.diagnosis import diagnose, unbatched, unfit_state, unknown_state, unprimed
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.submodules import children_of, modules_of, selects, units_of, watch_layers
 
@@ -457,7 +457,7 @@ def _first_call(
     states = _declared_states(policy, adapted, given)
     first = {
         key: torch.zeros((*batch, *shape), dtype=dtype, device=device)
-        for key, (shape, dtype) in _first_state(policy, adapted, states).items()
+        for key, (shape, dtype) in _first_state(policy, adapted, states, given).items()
     }
     missing = [key for key in adapted.in_keys or () if key not in given and key not in states]
     try:
@@ -487,26 +487,21 @@ def _first_call(
 
 
 def _first_state(
-    policy: Any, adapted: Adapted, states: Sequence[Key]
+    policy: Any, adapted: Adapted, states: Sequence[Key], given: Container[Key]
 ) -> Mapping[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes, without batch dimensions, and dtypes of the states that begin with zeros.
 
     The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
     are those of the cell or LSTM inside. A policy that reads ``"is_init"`` may make its own.
     """
+    primed = _primed(policy, states, given)
     if not states:
         return {}
     shapes = {
         as_key(key): (_shape(value), torch.get_default_dtype())
         for key, value in (getattr(policy, "state_shapes", None) or {}).items()
     }
-    for module in modules_of(policy):  # those that describe their states the way TorchRL's do
-        describe = getattr(type(module), "make_tensordict_primer", None)
-        primers = {} if describe is None else describe(module).primers
-        for key in states:
-            spec = primers.get(key if len(key) > 1 else key[0], None)
-            if spec is not None:
-                shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
+    shapes = {**primed, **shapes}
     begins = IS_INIT in (adapted.in_keys or ())
     known = _recurrent_shapes(policy, lstm=len(states) == 2 and not begins)
     if not shapes and len(known) == 1:
@@ -514,6 +509,33 @@ def _first_state(
     unknown = [key for key in states if key not in shapes]
     if unknown and (shapes or not begins):
         raise unknown_state(unknown)
+    return shapes
+
+
+def _primed(
+    policy: Any, states: Container[Key], given: Container[Key]
+) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of the states that modules describe by primers, as TorchRL's do.
+
+    Raises:
+        PolicyError: an entry of a primer, which the environment does not give, is no state, or an
+            episode begins with another value of it than zeros.
+    """
+    shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+    for module in modules_of(policy):
+        describe = getattr(type(module), "make_tensordict_primer", None)
+        if describe is None:
+            continue
+        primer = describe(module)
+        for key in map(as_key, primer.primers.keys(True, True)):
+            name = key if len(key) > 1 else key[0]
+            values = primer.default_value
+            first = primer.random or (values if callable(values) else values.get(name))
+            if key in states and not callable(first) and not torch.as_tensor(first).any():
+                spec = primer.primers[name]
+                shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
+            elif key not in given:
+                raise unprimed(key, module)
     return shapes
 
 

@@ -20,7 +20,7 @@ from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.core.options import check_int
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
-from gleanrl.memory.replay.row_writers import RoundRobinWriter, Writer
+from gleanrl.memory.replay.row_writers import RoundRobinWriter, Writer, over_rows
 from gleanrl.memory.replay.rows import flatten
 from gleanrl.memory.replay.samplers import (
     Draw,
@@ -102,7 +102,7 @@ class ReplayBuffer:
         self._sampler: Sampler = _made(Sampler, sampler, RandomSampler)
         self._writer: Writer = _made(Writer, writer, RoundRobinWriter)
         self._collate = collate_fn
-        self._transforms: list[Transform] = [] if transform is None else [transform]
+        self._transforms = [] if transform is None else [_of_samples(transform)]
         self.batch_size = (
             None if batch_size is None else check_int("batch_size", batch_size, least=1)
         )
@@ -314,7 +314,7 @@ class ReplayBuffer:
     def append_transform(self, transform: Transform) -> ReplayBuffer:
         """Call ``transform`` with every sample, after the existing transforms."""
         with self._lock:
-            self._transforms.append(transform)
+            self._transforms.append(_of_samples(transform))
             self._forget()
         return self
 
@@ -502,6 +502,17 @@ def to_storage_index(storage: Storage, index: Any) -> torch.Tensor:
     if len(places) and (int(places.min()) < 0 or int(places.max()) >= frames):
         raise ConfigError(f"places go from 0 to {frames - 1}, not {places}")
     return places
+
+
+def _of_samples(transform: Transform) -> Transform:
+    """Return ``transform``, unless TorchRL would call a part of it on what is stored."""
+    if (name := over_rows(transform)) is not None:
+        raise ConfigError(
+            f"{name} changes data before they are stored, but transforms of this buffer get "
+            "samples; give it to the collector as postproc= (MultiStep in place of "
+            "MultiStepTransform)"
+        )
+    return transform
 
 
 def _select(storage: Storage, index: Any) -> tuple[torch.Tensor, torch.Tensor]:

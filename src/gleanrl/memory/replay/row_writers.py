@@ -6,11 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import NestedKey, as_key, format_key
 from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensordicts import indexable
+
+_OVER_ROWS = ("MultiStepTransform", "Reward2GoTransform")
+
+
+def over_rows(transform: Any) -> str | None:
+    """Return the name of a part of TorchRL's ``transform`` that computes over successive rows."""
+    parts = transform.modules() if isinstance(transform, nn.Module) else ()
+    names = (type(part).__name__ for part in parts)
+    return next((name for name in names if name in _OVER_ROWS), None)
 
 
 class Writer:
