@@ -23,7 +23,7 @@ from gleanrl.operations.proofs import qualified
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
 from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
-from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
+from gleanrl.policies.random import RandomActions, RandomPolicy
 from gleanrl.policies.submodules import modules_of
 
 __all__ = [
@@ -74,9 +74,6 @@ def make_policy(
             drawn = RandomActions(specs, env)
             drawn.inner = policy
             return drawn
-        # Elsewhere calls of it are proven to draw alone, and a spec need not be checked for them.
-        if type(policy).__call__ is RandomPolicy.__call__ and not contract.env_checks_actions:
-            return SpecActions(policy, env)
     device = _device_of(policy, options.policy_device, env.device)
     on_host = device.type == "cpu" and env.device is None
     root = contract.root if on_host else contract.root.to(device)
