@@ -206,13 +206,12 @@ def test_slices_too(writes, size, seed):
         same(*samples)
 
 
-@pytest.mark.parametrize("to", [8, 20, 32])
 @pytest.mark.parametrize("way", ["state_dict", "dumps"])
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_a_compact_buffer_comes_back(tmp_path, way, to, ndim):
+def test_a_compact_buffer_comes_back(tmp_path, way, ndim):
     source = Envs(2)
     saved = ReplayBuffer(storage=LazyTensorStorage(20, ndim=ndim, compact=True))
-    loaded = ReplayBuffer(storage=LazyTensorStorage(to, ndim=ndim, compact=True), shared=True)
+    loaded = ReplayBuffer(storage=LazyTensorStorage(20, ndim=ndim, compact=True), shared=True)
     for steps in (3, 9, 5, 4):
         data = source.block(steps)
         saved.extend(data if ndim == 2 else data.reshape(-1))
@@ -221,32 +220,11 @@ def test_a_compact_buffer_comes_back(tmp_path, way, to, ndim):
         loaded.loads(tmp_path)
     else:
         loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
-    young = saved[:] if ndim == 2 else _by_age(saved)
-    kept = loaded[:] if ndim == 2 else _by_age(loaded)
-    if ndim == 1:
-        same(young[-len(kept) :], kept)
-    else:
-        ids = [sorted(td["observation"][..., 0].flatten().tolist()) for td in (young, kept)]
-        assert set(ids[1]) <= set(ids[0])
-        after = dict(zip(_cells(young), young["next"]["observation"].reshape(-1, 3), strict=True))
-        for cell, value in zip(
-            _cells(kept), kept["next"]["observation"].reshape(-1, 3), strict=True
-        ):
-            assert torch.equal(after[cell], value)
+    same(saved[:], loaded[:])
     for _ in range(4):  # what was loaded goes on as any other
         data = source.block(3)
         loaded.extend(data if ndim == 2 else data.reshape(-1))
         _consistent(loaded)
-
-
-def _cells(data):
-    return data["observation"][..., 0].flatten().tolist()
-
-
-def _by_age(rb):
-    stamps = rb.storage.ring.sequence
-    order = [int(place) for place in stamps.argsort() if stamps[place] > 0]
-    return rb[order]
 
 
 def _consistent(rb):

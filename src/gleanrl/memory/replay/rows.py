@@ -485,26 +485,6 @@ class SuccessorLinks:
         return unlinked.reshape(-1)
 
 
-def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) -> Any:
-    """Return all fields of some slots of a storage's state, by key."""
-    stored, number = state["tensors"], len(layout.stored)
-    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
-    if layout.dedup:
-        link = data.popitem()[1]
-        size = state["slots"] * (layout.envs or 1)
-        near, keys = link < size, [field.key for field in layout.stored]
-        dedup = [key for key in keys if key in layout.dedup]
-        for key, overflow in zip(dedup, stored[number:], strict=False):
-            frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
-            after = frames.new_empty((*link.shape, *frames.shape[1:]))
-            after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
-            data[next_key(key)] = after
-    for stack, frames in zip(layout.stacks, stored[number + len(layout.dedup) :], strict=True):
-        for field in stack.fields:
-            data[field.key] = stack.join(frames, data[field.key])
-    return data
-
-
 def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:
     """Tell which frames differ in any bit."""
     shape = one.shape[:lead]
