@@ -13,7 +13,7 @@ from torchrl_rig import assert_equal, collected
 
 from gleanrl import Collector, PolicyError
 from gleanrl.data import Bounded, Categorical, Composite
-from gleanrl.policies import RandomPolicy
+from gleanrl.modules import RandomPolicy
 
 FLOATS = ((3,), torch.float32)
 SPEC = Bounded(-1.0, 1.0, (3,), dtype=torch.float32)
