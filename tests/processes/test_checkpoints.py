@@ -60,7 +60,7 @@ BUFFERS = {
     "rows": buffer,
     "priorities": prioritized,
     "env, time": lambda: buffer(ndim=2),
-    "compact": lambda: buffer(compact=True),
+    "compact": lambda: buffer(compact=["observation"]),
 }
 
 

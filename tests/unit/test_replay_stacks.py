@@ -354,7 +354,7 @@ def test_what_cannot_be_stored_once_is_named():
 @pytest.mark.parametrize("way", ["state", "files"])
 def test_rows_of_another_kind_of_storage_are_refused_and_nothing_changes(tmp_path, way):
     rows, other = Frames(0).steps(0, 4), Frames(1).steps(0, 3)
-    kinds = [LazyTensorStorage(8), LazyTensorStorage(8, compact=True), stored_once(8)]
+    kinds = [LazyTensorStorage(8), LazyTensorStorage(8, compact=["pixels"]), stored_once(8)]
     for source in kinds:
         for target in kinds:
             saved, loaded = (ReplayBuffer(storage=copy.deepcopy(kind)) for kind in (source, target))

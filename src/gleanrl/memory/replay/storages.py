@@ -25,7 +25,6 @@ from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,
     Shapes,
-    SuccessorLinks,
     batch_shape,
     deduplicate,
     describe,
@@ -214,11 +213,9 @@ class LazyTensorStorage(Storage):
         device: Device of rows and samples; ``None`` is the CPU.
         ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
             another (``max_size // envs`` steps are kept).
-        compact: Store an observation once where the next row begins with the observation of
-            ``("next", ...)``: samples are the same, in half the memory for images. Other
-            successors (ends of episodes, the last row of each `extend`) are kept apart.
-            ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
-            CPU only.
+        compact: Store equal observations of neighbouring rows, and of their successors under
+            ``"next"``, once: samples are the same, in half the memory for images. ``True``: every
+            entry of more than 24 bytes that has a successor; or root keys. On the CPU only.
         stacks: Entries that are stacks of frames, and the number of frames: ``{"pixels": 4}``.
             Equal frames of neighbouring rows, and of their successors, are stored once. Samples are
             the same. The first dimension of an entry is that of the frames (``[4, 84, 84]``, or
@@ -249,7 +246,7 @@ class LazyTensorStorage(Storage):
 
     def _open(self) -> None:
         self._rows: Rows | None = None
-        self._parts: list[SuccessorLinks | FrameStore] = []
+        self._parts: list[FrameStore] = []
         self._memory: SharedMemory | None = None
         self._words: SharedMemory | None = None
         self._lock: ProcessLock | None = None
@@ -410,8 +407,8 @@ class LazyTensorStorage(Storage):
         self._check_slots(state, self.max_size // (layout.envs or 1))
         rows = self.initialise(layout)
         with self.ring.section():
-            # First of all: on a full disk, nothing changes. Overflow places are equally many.
-            beyond = state["tensors"][len(rows.tensors) + max(0, len(layout.dedup) - 1) :]
+            # First of all: on a full disk, nothing changes.
+            beyond = state["tensors"][len(rows.tensors) :]
             for part, tensor in zip(self._parts, beyond, strict=True):
                 part.places.grow(len(tensor))
             super().load_state_dict(state)
@@ -438,8 +435,7 @@ class LazyTensorStorage(Storage):
             self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
             rows = Rows(layout, slots, self._allocate)
             frames = [part[: rows.frames] for parts in rows.frames_of for part in parts]
-            owners = [] if rows.owners is None else [rows.owners]
-            self._take_room([*rows.tensors, *owners, *frames])
+            self._take_room([*rows.tensors, *frames])
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
