@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CudaGraphModule
 from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import set_interaction_type as set_exploration_type
-from tensordict.nn.probabilistic import interaction_type
+from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
@@ -28,7 +28,6 @@ from gleanrl.policies.submodules import modules_of
 
 __all__ = [
     "Actor",
-    "EnvContract",
     "ExplorationType",
     "acts_at_random",
     "complete_exploration",
@@ -286,12 +285,6 @@ def complete_exploration(policy: Any, env: Any) -> Any:
 
 def _is_a(value: Any, name: str) -> bool:
     return any(qualified(kind) == name for kind in type(value).__mro__)
-
-
-def exploration_type() -> ExplorationType | None:
-    """Return the exploration type in force, ``None`` outside `set_exploration_type`."""
-    kind: ExplorationType | None = interaction_type()
-    return kind
 
 
 def parse_exploration_mode(mode: str) -> ExplorationType:
