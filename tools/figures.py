@@ -29,7 +29,6 @@ PUBLIC = {
     "gleanrl.envs.libs.gym",
     "gleanrl.envs.utils",
     "gleanrl.modules",
-    "gleanrl.policies",
     "gleanrl.testing",
     "gleanrl.weight_update",
 }

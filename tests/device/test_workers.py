@@ -201,7 +201,7 @@ STORAGES = {
     "there": lambda device, folder: LazyTensorStorage(60, device=device),
     "there, by environment": lambda device, folder: LazyTensorStorage(60, device=device, ndim=2),
     "memmap": lambda device, folder: LazyMemmapStorage(60, scratch_dir=folder),
-    "compact": lambda device, folder: LazyTensorStorage(60, compact=True),
+    "compact": lambda device, folder: LazyTensorStorage(60, compact=["observation"]),
 }
 SAMPLERS = {
     "random": RandomSampler,

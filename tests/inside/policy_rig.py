@@ -10,8 +10,8 @@ from gleanrl.core.keys import as_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
-from gleanrl.policies import ExplorationType, make_policy, set_exploration_type
 from gleanrl.policies.env_contract import EnvContract
+from gleanrl.policies.policy import ExplorationType, make_policy, set_exploration_type
 from gleanrl.rollout.policy_inputs import Provided
 
 OBS = ("observation",)

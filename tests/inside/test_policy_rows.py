@@ -29,7 +29,8 @@ from gleanrl.core.layout import DoneGroup, EnvLayout, Field
 from gleanrl.core.protocols import Policy
 from gleanrl.envs.specs import Bounded, Categorical, Composite
 from gleanrl.operations.op_recorder import OpRecorder, Unknown
-from gleanrl.policies import RandomActions, RandomPolicy, set_exploration_type
+from gleanrl.policies.policy import set_exploration_type
+from gleanrl.policies.random import RandomActions, RandomPolicy
 
 FLOATS = ((3,), torch.float32)
 INT = ((), torch.int64)

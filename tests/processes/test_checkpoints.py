@@ -60,7 +60,7 @@ BUFFERS = {
     "rows": buffer,
     "priorities": prioritized,
     "env, time": lambda: buffer(ndim=2),
-    "compact": lambda: buffer(compact=True),
+    "compact": lambda: buffer(compact=["observation"]),
 }
 
 
@@ -190,7 +190,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_both_of_one_moment(pytho
             for _ in range(2 + number):
                 last = int(program.stdout.readline())
             program.send_signal(signal.SIGKILL)
-        stored = buffer()
+        stored = ReplayBuffer(storage=LazyTensorStorage(200_000), batch_size=8)
         with one(stored) as collector:
             collector.load(tmp_path)
             assert len(stored) == collector.stats()["frames"] >= last

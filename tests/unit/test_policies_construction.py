@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule as Mod
 from torch import nn
 
 from gleanrl import ConfigError
-from gleanrl.policies import (
+from gleanrl.policies.policy import (
     ExplorationType,
     exploration_type,
     parse_exploration_mode,

@@ -461,7 +461,7 @@ def test_a_collector_fills_it():
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_numbers_are_stored_in_every_way(dtype):
-    number = torch.arange(8).unsqueeze(1).expand(8, 9)
+    number = torch.arange(8).unsqueeze(1).expand(8, 16)
     flags = {"done": torch.arange(8).unsqueeze(1) % 3 == 2, "reward": number[:, :1].float()}
     after = {"observation": (number + 1).to(dtype), **flags}
     data = TensorDict({"observation": number.to(dtype), "next": after}, [8])

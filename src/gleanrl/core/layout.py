@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class EnvLayout:
-    """The fields an `Env` reads and writes; keys are root keys, without ``"next"``."""
+    """The fields that environments read and write; keys are root keys, without ``"next"``."""
 
     batch_shape: tuple[int, ...]
     """Shape of the environment batch; ``()`` for a single environment."""

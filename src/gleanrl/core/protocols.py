@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import EnvLayout, Field, Layout
+from gleanrl.core.layout import Field, Layout
 from gleanrl.core.messages import Command, Reply, Report, Snapshot, WeightsRef
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 
 
 class Stop(Protocol):
@@ -42,117 +42,6 @@ class Spec(Protocol):
 
     def rand(self, shape: Sequence[int] = ()) -> torch.Tensor:
         """Draw ``[*shape, *self.shape]`` values from torch's global generator."""
-
-
-class EnvBatch(Protocol):
-    """``P`` environments that step at once: the common part of the two kinds below."""
-
-    layout: EnvLayout
-    observation_specs: Mapping[Key, Spec]
-    """Per observation key, the set of one environment's values."""
-    action_specs: Mapping[Key, Spec]
-    """Per action key, the set one environment's action may be drawn from."""
-    can_cut: bool
-    """Whether environments can be truncated and reset one by one."""
-    checks_actions: bool
-    """Whether environments get actions as the policy writes them, whatever their dtype."""
-    reset_s: float
-    """Seconds in resets that are calls of their own within a step."""
-    memory: SharedMemory | None
-    """Where windows should lie, for environments in other processes; ``None`` for anywhere."""
-
-    @property
-    def inner(self) -> Any:
-        """The user's environment, which answers ``getattr_env``."""
-
-    def explain(self) -> str:
-        """Return how they are stepped."""
-
-    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
-        """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
-
-    def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
-
-    def finish(self, steps: int) -> None:
-        """Write data that are cheaper in bulk, once ``steps`` steps were taken since `begin`."""
-
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Seed every environment (from its next reset on); return the last seed used."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that must survive a restart (of transforms, for example)."""
-
-    def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore a state from `state`."""
-
-    def snapshot(self, allow_pickle: bool = False) -> Any:
-        """Return the state in the middle of episodes as plain data; raise if it has other parts."""
-
-    def resume(self, snapshot: Any, allow_pickle: bool = False) -> None:
-        """Continue from a `snapshot`; raise if it does not fit."""
-
-    def close(self) -> None:
-        """Release the environments. Idempotent."""
-
-
-class Env(EnvBatch, Protocol):
-    """Makes exactly one real transition per environment and step.
-
-    Environments that end are reset within the same step, after their true final observation was
-    written under ``"next"``.
-    """
-
-    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        """Take one step with the actions in row ``t``.
-
-        Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
-        are truncated at this step if they do not end by themselves. Returns the indices of all that
-        ended and were reset (unless ``resets`` is false); an empty sequence almost always.
-        """
-
-    def post(self, t: int, cut: Sequence[int]) -> None:
-        """Begin step ``t`` like `step`; `complete` has to follow.
-
-        Environments in other processes take the step meanwhile.
-        """
-
-    @property
-    def under_way(self) -> bool:
-        """Whether `complete` would wait for a step in another process."""
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait a moment for news of these or other environments in the same processes.
-
-        At most so many ``seconds``.
-        """
-
-    def complete(self, t: int) -> Sequence[int]:
-        """Wait for the end of step ``t``; return what `step` returns."""
-
-    def settle(self) -> None:
-        """Wait for the end of a reset that goes on in another process."""
-
-
-class Pool(EnvBatch, Protocol):
-    """Environments whose automatic reset costs a step of its own.
-
-    Its window is a log of raw steps: the step after an end is no transition, the environment only
-    moves on to its reset observation. Rows of such steps are not delivered.
-    """
-
-    def step(self, t: int) -> None:
-        """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
-
-        Flags are there at once, rewards after `finish`; ``"next"`` observations are not written: in
-        a log they are the root row that follows.
-        """
-
-    def restart(self, t: int, envs: Array) -> None:
-        """Reset ``envs`` now, after step ``t``, not in the next; needs `can_cut`.
-
-        Overwrites their root row ``t + 1``. Those that had not ended count as truncated.
-        """
 
 
 class Policy(Protocol):
@@ -256,10 +145,10 @@ class InlineSource(Source, Protocol):
         """Whether its environments take a step in another process."""
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait as `Env.wait` does."""
+        """Wait a moment for news of the processes that environments are in."""
 
     def settle(self) -> None:
-        """Wait for the end of a reset in another process, as `Env.settle` does."""
+        """Wait for the end of a reset in another process."""
 
     def acting(self) -> AbstractContextManager[None]:
         """Return the context in which its policy acts."""

@@ -234,7 +234,8 @@ class GymnasiumEnv(WindowEnv):
             row[...] = self.rewards[-1]
         except (TypeError, ValueError):  # arrays or tensors, or no numbers
             when = f" at step {t}"
-            write_rewards(row[:, None], check_rewards(self.rewards[-1:], when), when=when)
+            checked = check_rewards(self.rewards[-1:], when, self._calls.copies)
+            write_rewards(row[:, None], checked, when=when)
 
     def finish(self, steps: int) -> None:
         """Write the rewards of all steps; refuse bad rewards and actions out of range."""
@@ -243,7 +244,7 @@ class GymnasiumEnv(WindowEnv):
         when = "" if self._window.steps == 1 else " at step {}"
         self._actions.check(0, steps)
         target = self._window.array(next_key(REWARD))[:, :steps, 0]
-        write_rewards(target, check_rewards(self.rewards, when), when=when)
+        write_rewards(target, check_rewards(self.rewards, when, self._calls.copies), when=when)
 
     # -- resets ----------------------------------------------------------------------------------
 
@@ -347,12 +348,13 @@ class _StepCalls:
         self._first_results: dict[int, Any] = {}
         """Kept until all have returned, because released memory would look like shared memory."""
         self._seen_all = False
-        self._copies = False
+        self.copies = False
+        """Whether results are copied at once."""
         self._calls: list[Call] = []
 
     def look_up(self) -> list[Call]:
         """Return one callable per environment; entries are replaced after their first call."""
-        plain = self._seen_all and not self._copies
+        plain = self._seen_all and not self.copies
         indices = range(len(self.envs))
         self._calls = [env.step for env in self.envs] if plain else list(map(self._call, indices))
         return self._calls
@@ -367,17 +369,17 @@ class _StepCalls:
             # Bound to a proxy, as a cycle would keep the memory of rollouts.
             return functools.partial(_StepCalls._first, weakref.proxy(self), index)
         step: Call = self.envs[index].step
-        return (lambda action: owned(step(action))) if self._copies else step
+        return (lambda action: owned(step(action))) if self.copies else step
 
     def _first(self, index: int, action: Any) -> Any:
         result = self.envs[index].step(action)
         _check_result(index, result)
         for writer in self._writers:
             writer.read(index, (result[0], result[4]))
-        self._copies |= isinstance(result[1], torch.Tensor)
+        self.copies |= isinstance(result[1], torch.Tensor)
         self._first_results[index] = result
         if len(self._first_results) == len(self.envs):
-            self._copies |= share_memory(self._first_results)
+            self.copies |= share_memory(self._first_results)
             self._seen_all = True
             self._first_results.clear()
         for env in range(len(self.envs)) if self._seen_all else (index,):

@@ -53,8 +53,11 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
     return bool(number)
 
 
-def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -> Array:
-    """Return ``rewards``, per step one of each environment, as one array ``[T, P]``."""
+def check_rewards(rewards: Sequence[Sequence[Any]], when: str, tensors: bool) -> Array:
+    """Return ``rewards``, per step one of each environment, as one array ``[T, P]``.
+
+    Without ``tensors``, these are refused: nobody copied them, and they may have been used again.
+    """
     steps, envs = len(rewards), len(rewards[0])
     if _PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):
         with contextlib.suppress(OverflowError):  # an int beyond all floats is found below
@@ -65,32 +68,14 @@ def check_rewards(rewards: Sequence[Sequence[Any]], when: str = " at step {}") -
         for env, reward in enumerate(row):
             tensor = isinstance(reward, torch.Tensor)
             value = np.asarray(reward.tolist() if tensor else reward)  # numpy has no bfloat16
-            if value.shape != () or value.dtype.kind not in NUMBERS:
+            late = tensor and not tensors
+            if late or value.shape != () or value.dtype.kind not in NUMBERS:
                 raise EnvError(
-                    f"environment {env} returned reward {reward!r}{when.format(t)}; "
-                    "it must be a number"
+                    f"environment {env} returned reward {reward!r}{when.format(t)}; it must be a "
+                    f"number{', because its first reward was no tensor' * late}"
                 )
             values[t, env] = value
-    _check_not_reused(rewards, when)
     return values
-
-
-def _check_not_reused(rewards: Sequence[Sequence[Any]], when: str) -> None:
-    """Raise an error for tensors that were returned again before they were read.
-
-    The rewards of an environment that returns tensors from its first step on are copied at once;
-    this check is for an environment that begins to return tensors later. Arrays are always copied.
-    """
-    seen: set[int] = set()
-    for t, row in enumerate(rewards):
-        for env, reward in enumerate(row):
-            if isinstance(reward, torch.Tensor):
-                if reward.data_ptr() in seen:
-                    raise EnvError(
-                        f"environment {env} returned reward {reward!r}{when.format(t)} in a tensor "
-                        "that it uses again, after it had returned numbers; return a float"
-                    )
-                seen.add(reward.data_ptr())
 
 
 def write_rewards(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, format_key, next_key
+from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import GymOptions
-from gleanrl.core.protocols import Env, SharedMemory
+from gleanrl.core.protocols import SharedMemory, Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, keep_unset
 from gleanrl.envs.saved_state import load_state, save_state
@@ -24,17 +26,28 @@ from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
 
-class EnvRows(Env, Resumable):
-    """The base of environments that step into rows.
+class EnvRows(Resumable):
+    """``P`` environments that step at once, into rows: the base of all that do.
 
-    A subclass sets `layout` and both specs, and adds `reset`, `step` and `seed`. `RowEnv` around it
+    A step makes exactly one real transition of each, and ends with the resets of those that ended,
+    whose final observations it has written under ``"next"``; a `NextStepPool` differs in that. A
+    subclass sets `layout` and both specs, and adds `reset`, `step` and `seed`. `RowEnv` around it
     has TensorDict methods, and collectors step it without TensorDicts.
     """
 
+    layout: EnvLayout
+    observation_specs: Mapping[Key, Spec]
+    """Per observation key, the set of one environment's values."""
+    action_specs: Mapping[Key, Spec]
+    """Per action key, the set one environment's action may be drawn from."""
     can_cut = True
+    """Whether environments can be truncated and reset one by one."""
     checks_actions = False
+    """Whether environments get actions as the policy writes them, whatever their dtype."""
     reset_s = 0.0
+    """Seconds in resets that are calls of their own within a step."""
     memory: SharedMemory | None = None
+    """Where windows should lie, for environments in other processes; ``None`` for anywhere."""
     options: Any = None
     """How data are stored; rows that are joined have the same."""
     face: EnvBase | None = None
@@ -55,6 +68,7 @@ class EnvRows(Env, Resumable):
 
     @property
     def inner(self) -> Any:
+        """The user's environment, which answers ``getattr_env``."""
         return self if self.face is None else self.face
 
     def joined(
@@ -74,12 +88,21 @@ class EnvRows(Env, Resumable):
         return None
 
     def explain(self) -> str:
+        """Return how they are stepped."""
         inner = self.inner
         kind = type(inner[0] if isinstance(inner, list) else inner).__name__
         return f"{self.layout.num_envs} x {kind}, stepped by its own methods without TensorDicts"
 
+    @abc.abstractmethod
+    def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
+
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to ``window``; `ConfigError` if a method was replaced where rows do not notice."""
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``.
+
+        Raises:
+            ConfigError: a method was replaced where rows do not notice.
+        """
         if self.face is not None and not self.face.is_face():
             raise ConfigError(
                 f"a method of {self.inner!r:.100} was replaced after the collector was built, "
@@ -88,34 +111,50 @@ class EnvRows(Env, Resumable):
             )
         self._window = window
 
+    @abc.abstractmethod
+    def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
+        """Take one step with the actions in row ``t``.
+
+        Writes ``"next"`` fields at ``t`` and root fields at ``t + 1``. The environments in ``cut``
+        are truncated at this step if they do not end by themselves. Returns the indices of all that
+        ended and were reset (unless ``resets`` is false); an empty sequence almost always.
+        """
+
     def post(self, t: int, cut: Sequence[int]) -> None:
+        """Begin step ``t``, which environments in other processes take meanwhile."""
         self._ended = self.step(t, cut)
 
     @property
     def under_way(self) -> bool:
+        """Whether `complete` would wait for a step in another process."""
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Do nothing, because no step is under way."""
+        """Wait for news of other processes, at most so many ``seconds``: of none here."""
 
     def complete(self, t: int) -> Sequence[int]:
+        """Wait for the end of step ``t``, after `post`; return what `step` returns."""
         return self._ended
 
     def settle(self) -> None:
-        """Do nothing: no reset goes on."""
+        """Wait for the end of a reset that goes on in another process: of none here."""
 
     def keep(self, t: int) -> None:
         """Write data of step ``t`` that `finish` would write, if it is not called: here none."""
 
     def finish(self, steps: int) -> None:
-        """Do nothing: all was written by the steps."""
+        """Write data that are cheaper in bulk, of ``steps`` steps since `begin`: here none."""
+
+    @abc.abstractmethod
+    def seed(self, seed: int, static: bool = False) -> int:
+        """Seed every environment (from its next reset on); return the last seed used."""
 
     def state(self) -> dict[str, Any]:
-        """Return nothing, because members have no state to read."""
+        """Return the state that must survive a restart (of transforms, for example): here none."""
         return {}
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Raise `ConfigError` if there is something to restore, and ``strict`` is true."""
+        """Restore a `state`: raise `ConfigError` if there is one, and ``strict`` is true."""
         if state and strict:
             raise ConfigError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
@@ -131,7 +170,7 @@ class EnvRows(Env, Resumable):
         return self.stateful
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Release the environments. Idempotent."""
 
 
 class Row:

@@ -1,7 +1,7 @@
 """Already-vectorised Gymnasium environments: one call steps all of them.
 
 Which adapter fits follows from how the environment resets itself: in the same step or not at all is
-one real transition per environment and step (an `Env`); in the next step is a `Pool`.
+one real transition per environment and step; in the next step is a `NextStepPool`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class VectorAdapter(WindowEnv):
                 )
 
     def restart(self, t: int, envs: Array) -> None:
-        """Reset ``envs`` after step ``t``; those that had not ended there count as truncated."""
+        """Reset ``envs`` now, after step ``t``, not in the next; needs `can_cut`.
+
+        Overwrites their root row ``t + 1``. Those that had not ended count as truncated.
+        """
         self._late[t, envs] |= ~self._dead[t, envs]
         self._done[t, envs] = True
         returned = self._resets.some(envs, {})
@@ -204,9 +207,18 @@ class DenseVectorEnv(VectorAdapter):
 
 
 class NextStepPool(VectorAdapter):
-    """A vectorised environment in NEXT_STEP mode, as a `Pool`: a reset takes a step of its own."""
+    """A vectorised environment in NEXT_STEP mode: a reset takes a step of its own.
+
+    Its window is a log of raw steps: the step after an end is no transition, the environment only
+    moves on to its reset observation. Rows of such steps are not delivered.
+    """
 
     def step(self, t: int) -> None:  # type: ignore[override]  # as pools do
+        """Step all with the actions in row ``t``; write the row and root row ``t + 1``.
+
+        Flags are there at once, rewards after `finish`; ``"next"`` observations are not written: in
+        a log they are the root row that follows.
+        """
         self._advance(t)
 
 

@@ -302,7 +302,9 @@ class _Recording:
         cell = value.detach().clone(memory_format=torch.contiguous_format)
         self._ops.changing([cell])
         mark = self._ops.mark()
-        self._ops.add(partial(_draw_into, cell, spec.rand))
+        batch = self._policy.batch_shape
+        lead = () if tuple(spec.shape[: len(batch)]) == batch else batch
+        self._ops.add(partial(_draw_into, cell, partial(spec.rand, lead)))
         self._prove_equal(policy, (), {key: cell}, self._ops.calls(mark))
         return {key: cell}
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CudaGraphModule
 from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import set_interaction_type as set_exploration_type
-from tensordict.nn.probabilistic import interaction_type
+from tensordict.nn.probabilistic import interaction_type as exploration_type
 
 from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import Key, next_key
@@ -23,12 +23,11 @@ from gleanrl.operations.proofs import qualified
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
 from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
-from gleanrl.policies.random import RandomActions, RandomPolicy, SpecActions
+from gleanrl.policies.random import RandomActions, RandomPolicy
 from gleanrl.policies.submodules import modules_of
 
 __all__ = [
     "Actor",
-    "EnvContract",
     "ExplorationType",
     "acts_at_random",
     "complete_exploration",
@@ -74,9 +73,6 @@ def make_policy(
             drawn = RandomActions(specs, env)
             drawn.inner = policy
             return drawn
-        # Elsewhere calls of it are proven to draw alone, and a spec need not be checked for them.
-        if type(policy).__call__ is RandomPolicy.__call__ and not contract.env_checks_actions:
-            return SpecActions(policy, env)
     device = _device_of(policy, options.policy_device, env.device)
     on_host = device.type == "cpu" and env.device is None
     root = contract.root if on_host else contract.root.to(device)
@@ -289,12 +285,6 @@ def complete_exploration(policy: Any, env: Any) -> Any:
 
 def _is_a(value: Any, name: str) -> bool:
     return any(qualified(kind) == name for kind in type(value).__mro__)
-
-
-def exploration_type() -> ExplorationType | None:
-    """Return the exploration type in force, ``None`` outside `set_exploration_type`."""
-    kind: ExplorationType | None = interaction_type()
-    return kind
 
 
 def parse_exploration_mode(mode: str) -> ExplorationType:

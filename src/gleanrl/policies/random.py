@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ArgumentTypeError, PolicyError
-from gleanrl.core.keys import Key, NestedKey, as_key, format_key
+from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.streams import Streams
 from gleanrl.core.window import Window
-from gleanrl.policies.lowering import check_unchanged
 
 
 class RandomPolicy:
@@ -142,77 +140,3 @@ class RandomActions:
 
     def explain(self) -> list[str]:
         return ["random actions, drawn from a spec"]
-
-
-class SpecActions(RandomActions):
-    """A `Policy` that draws from specs of the user's."""
-
-    def __init__(self, policy: RandomPolicy, env: EnvLayout) -> None:
-        """Draw actions for ``env`` as calling ``policy`` does."""
-        super().__init__({}, env)
-        self.inner, self._env = policy, env
-        self._sources()  # raises, if one does not fit
-        self._settings: tuple[Any, ...]
-        self._rows: list[tuple[Callable[[], torch.Tensor], tuple[int, ...], Any]] = []
-
-    def begin(self, window: Window, next_root: Window) -> None:
-        """Bind to the rows of ``window`` and the specs, which may be others than before."""
-        check_unchanged(RandomPolicy.__call__, type(self.inner).__call__)
-        self._settings = _settings(self.inner)
-        self._rows = [
-            (draw, (self._envs, *field.shape), window.tensor_rows(field.key))
-            for field, draw in self._sources()
-        ]
-
-    def act(self, t: int) -> None:
-        for draw, shape, rows in self._rows:
-            rows[t].copy_(draw().view(shape))
-
-    def finish(self, steps: int) -> None:
-        """Raise `PolicyError` if the policy has another class, spec or key than at `begin`."""
-        for before, now in zip(self._settings, _settings(self.inner), strict=True):
-            check_unchanged(before, now)
-
-    def _sources(self) -> list[tuple[Field, Callable[[], torch.Tensor]]]:
-        batch = self._env.batch_shape
-        return [(field, _source(self.inner, field, batch)) for field in self._env.actions]
-
-
-def _settings(policy: RandomPolicy) -> tuple[Any, ...]:
-    return type(policy), policy.action_spec, policy.action_key
-
-
-def _source(
-    policy: RandomPolicy, field: Field, batch: tuple[int, ...]
-) -> Callable[[], torch.Tensor]:
-    spec = _spec_of(policy, field.key)
-    shape = tuple(spec.shape)
-    wanted = (*batch, *field.shape)
-    lead = () if shape == wanted else batch
-    if (*lead, *shape) != wanted or spec.dtype != field.dtype:
-        raise PolicyError(
-            f"RandomPolicy draws {format_key(field.key)} as {spec.dtype} of shape {shape}; the "
-            f"environment wants {field.dtype} of shape {tuple(field.shape)}, or {wanted} for all "
-            "environments"
-        )
-    return partial(spec.rand, lead)
-
-
-def _spec_of(policy: RandomPolicy, key: Key) -> Any:
-    spec: Any = policy.action_spec
-    if spec is None:
-        raise PolicyError("RandomPolicy has no action_spec to draw from any more")
-    if isinstance(spec, Mapping) or callable(getattr(spec, "keys", None)):
-        try:
-            return spec[key if len(key) > 1 else key[0]]
-        except KeyError:
-            raise PolicyError(
-                f"RandomPolicy's spec has no {format_key(key)}; it has "
-                f"{sorted(map(str, spec.keys()))}"
-            ) from None
-    if as_key(policy.action_key) != key:
-        raise PolicyError(
-            f"RandomPolicy writes {format_key(as_key(policy.action_key))}; the environment reads "
-            f"{format_key(key)}: pass action_key={format_key(key)}"
-        )
-    return spec

@@ -15,7 +15,7 @@ from gleanrl.core.keys import POLICY_VERSION, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, JointAct, Policy, Pool, Stop
+from gleanrl.core.protocols import JointAct, Policy, Stop
 from gleanrl.core.window import Window
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.tensor_vector import TensorVectorEnv
@@ -83,7 +83,7 @@ class EnvLoop(BaseSource):
 
     def __init__(
         self,
-        env: Env,
+        env: EnvRows,
         first: Window,
         policy: Policy,
         options: SourceOptions,
@@ -110,7 +110,7 @@ class EnvLoop(BaseSource):
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided, self._next_root)
         self.tracker = self._make_tracker()
-        if isinstance(env, EnvRows) and env.only_rows:
+        if env.only_rows:
             # Bound to a proxy, as a cycle would keep memory and descriptors.
             env.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
             self.failures, self._gone = env.failures, env.gone
@@ -234,7 +234,7 @@ class EnvLoop(BaseSource):
         self._policy.memory = episodes["policy"]
 
 
-def check_can_cut(env: Env | Pool, options: SourceOptions) -> None:
+def check_can_cut(env: EnvRows, options: SourceOptions) -> None:
     """Check that single environments can be reset if that is needed."""
     if options.max_frames_per_traj is not None and not env.can_cut:
         raise ConfigError(

@@ -27,8 +27,9 @@ from gleanrl.core.keys import (
 from gleanrl.core.layout import EnvLayout, Field, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Policy, Pool, Stop
+from gleanrl.core.protocols import Policy, Stop
 from gleanrl.core.window import Array, Window
+from gleanrl.envs.vector import NextStepPool
 from gleanrl.policies.random import RandomActions
 from gleanrl.rollout.env_loop import EnvLoop
 from gleanrl.rollout.episode_tracker import Tracker
@@ -50,7 +51,7 @@ class ResetTracker:
     the log and get stale.
     """
 
-    def __init__(self, pool: Pool, max_frames: int | None, provided: Provided) -> None:
+    def __init__(self, pool: NextStepPool, max_frames: int | None, provided: Provided) -> None:
         """Start with every environment at the first step of an episode."""
         envs = pool.layout.num_envs
         self._pool, self._provided = pool, provided
@@ -152,13 +153,13 @@ class PoolLoop(EnvLoop):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: NextStepPool,
         first: Window,
         policy: Policy,
         options: SourceOptions,
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `EnvLoop`."""
-        super().__init__(pool, first, policy, options)  # type: ignore[arg-type]  # steps differently
+        super().__init__(pool, first, policy, options)
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
         self._logged = logged_fields(

@@ -14,9 +14,10 @@ from gleanrl.core import paths
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, JointAct, Pool, SharedMemory, Stop
+from gleanrl.core.protocols import JointAct, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.simulator_state import NeedsPickle, StateError
 from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.rollout.episode_tracker import Tracker
@@ -35,7 +36,7 @@ class BaseSource:
 
     def __init__(
         self,
-        envs: Env | Pool | TensorDictHandle,
+        envs: EnvRows | TensorDictHandle,
         inner: Any,
         user_policy: Any,
         options: SourceOptions,

@@ -15,7 +15,7 @@ from gleanrl.core.errors import ConfigError, PolicyError
 from gleanrl.core.keys import IS_INIT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout
 from gleanrl.core.options import SourceOptions
-from gleanrl.core.protocols import Env, Policy, Pool, Source
+from gleanrl.core.protocols import Policy, Source
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.async_pool import AsyncPool
@@ -88,7 +88,7 @@ class SourceBuilder:
         if isinstance(made, TransformedRows):
             return self._serve_transformed(made)
         members = None if isinstance(made, VectorAdapter) else made
-        why_rows = made.only_rows if isinstance(made, EnvRows) else ""
+        why_rows = made.only_rows
         if why_rows and not self.options.fast:
             raise ConfigError(f"{why_rows} and fast=False exclude each other")
         if members is not None and not self.options.fast and not joint:
@@ -143,7 +143,7 @@ class SourceBuilder:
         """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
         return _unlike(policy, layout) or policy.signature.why_no_rows
 
-    def _policy(self, env: Env | Pool, contract: EnvContract) -> Policy:
+    def _policy(self, env: EnvRows, contract: EnvContract) -> Policy:
         chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy
         make = joint.seat if isinstance(joint, JointPolicy) else make_policy
         options = self.options

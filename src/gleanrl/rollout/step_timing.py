@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeAlias
 
-from gleanrl.core.protocols import EnvBatch
+from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.tensordict_envs import TensorDictHandle
 
 _EVERY = 16
@@ -17,7 +17,7 @@ _Call: TypeAlias = Callable[..., Any]
 class StepClock:
     """Measures the calls of some rollouts one by one."""
 
-    def __init__(self, envs: EnvBatch | TensorDictHandle) -> None:
+    def __init__(self, envs: EnvRows | TensorDictHandle) -> None:
         self._envs, self._rollouts = envs, 0
         self.seconds: list[float] | None = None
         """The seconds of environment and policy in the last rollout, if they were measured, and

@@ -375,8 +375,7 @@ class ReplayBuffer:
                 self._generator.set_state(random)
             if self.limiter is not None:
                 self.limiter.restart(self._storage)
-            # Samplers know places, which mean nothing in a ring of another size.
-            if sampler and storage.get("slots") == self._storage.ring.slots:
+            if sampler and "slots" in storage:
                 self._sampler.load_state_dict(sampler, self._storage)
             else:
                 self._sampler.restart()

@@ -14,6 +14,8 @@ TakeRoom: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
 """Reserves the memory of tensors before they are written."""
 _CHUNK = 1024
 """Places that are checked together."""
+_SHARE = 64
+"""When no place is free, this fraction (a divisor) of all places is added."""
 
 
 class Places:
@@ -29,7 +31,6 @@ class Places:
         ring: RingIndex,
         owners: Words,
         first: int,
-        share: int,
         tensors: Sequence[torch.Tensor],
         take_room: TakeRoom,
     ) -> None:
@@ -40,7 +41,6 @@ class Places:
             ring: The rows.
             owners: For each place that there can ever be, the position of its owner plus 1, or 0.
             first: Places that are there from the beginning.
-            share: When no place is free, this fraction (a divisor) of all places is added.
             tensors: The contents of places.
             take_room: Reserves the memory of contents.
         """
@@ -48,7 +48,6 @@ class Places:
         self._ring = ring
         self._words = ring.table(table)
         self._first = first
-        self._share = share
         self._tensors = tensors
         self._take_room = take_room
 
@@ -69,7 +68,7 @@ class Places:
         found = self._free(need)
         if len(found) < need:
             first, missing = self.size, need - len(found)
-            self.grow(min(len(self.owners), first + max(missing, first // self._share)))
+            self.grow(min(len(self.owners), first + max(missing, first // _SHARE)))
             found = np.concatenate([found, np.arange(first, first + missing)])
         if need:
             self._words[1] = int(found[-1]) + 1

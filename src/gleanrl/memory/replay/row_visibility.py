@@ -26,13 +26,13 @@ STEP = 1 << _AUTHOR_BITS
 """Difference between the sequence numbers of rows that one author wrote one after the other."""
 _AUTHOR_MASK = STEP - 1
 _LAYOUT_WORDS = 16384
-_HEADER = 64
+_HEADER = 256
 # Header words.
 _SLOTS, _CURSOR, _COUNT, _LIVE, _CHANGES, _AUTHORS, _BASE, _EPOCH = range(8)
 _OP, _TO_CURSOR, _TO_COUNT, _TABLES = range(8, 12)
 _TABLE = 3
 """Words of a table of places."""
-TABLES = 12
+TABLES = 64
 """Tables of places that a ring can have."""
 _COPY, _COMPLETE, _EMPTY = 1, 2, 3
 _POSITIONS, _COUNTS = 1 << 42, 1 << 53

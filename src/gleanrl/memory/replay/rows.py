@@ -1,4 +1,4 @@
-"""The layout of a stored row, the tensors of all rows, and links to successors."""
+"""The layout of a stored row, and the tensors of all rows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
-from gleanrl.memory.replay.place_allocation import Places, TakeRoom
-from gleanrl.memory.replay.row_visibility import STEP, RingIndex, Words
-from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of, words
+from gleanrl.memory.replay.place_allocation import TakeRoom
+from gleanrl.memory.replay.row_visibility import RingIndex
+from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
-from gleanrl.memory.tensordicts import build, groups_of, indexable, nest
+from gleanrl.memory.tensordicts import build, groups_of, nest
 
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]
 _PLAIN: Key = ()
 """The key under which rows that are one tensor, and no TensorDict, are kept."""
-_LINK = Field(("\0link",), (), torch.int64)
-"""Place of the successor of a frame in the deduplicated fields. No entry has that key."""
+_POINTER_NBYTES = 3 * torch.int64.itemsize
+"""Two pointers to an entry that is stored once, and its owner."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,6 @@ class RowLayout:
     envs: int | None
     """Size of the environment dimension of an ``[env, time]`` storage, ``None`` for 1-D ones."""
 
-    dedup: tuple[Key, ...] = ()
-    """Root entries whose successors under ``"next"`` are found by a link instead of a copy."""
-
     groups: tuple[Group, ...] = ()
     """Nested parts with a batch size of their own."""
 
@@ -49,11 +45,10 @@ class RowLayout:
 
     @property
     def stored(self) -> tuple[Field, ...]:
-        """What every row has: entries, then pointers to frames, then the link, if there is one."""
+        """What every row has: entries, then pointers to frames."""
         pointers = {field.key: field for stack in self.stacks for field in stack.pointers}
-        others = {next_key(key) for key in self.dedup} | set(pointers)
-        plain = (field for field in self.fields if field.key not in others)
-        return (*plain, *pointers.values(), *([_LINK] if self.dedup else []))
+        plain = (field for field in self.fields if field.key not in pointers)
+        return (*plain, *pointers.values())
 
     @property
     def nbytes(self) -> int:
@@ -64,29 +59,23 @@ class RowLayout:
     @property
     def sharing(self) -> str:
         """Say which arguments of a storage made this layout."""
-        stacks = {stack.fields[0].key: stack.size for stack in self.stacks}
-        return f"compact={_shown(self.dedup) or False} and stacks={stacks}"
+        stacks = {stack.key: stack.size for stack in self.stacks if stack.size > 1}
+        return f"compact={_shown(self.once) or False} and stacks={stacks}"
 
     @property
-    def overflow_nbytes(self) -> int:
-        """Bytes of one overflow place: the successors of a frame, and the number of its row."""
-        sizes = [field.nbytes for field in self.fields if field.key in self.dedup]
-        return sum(sizes) + _LINK.nbytes if sizes else 0
+    def once(self) -> list[Key]:
+        """Root entries that are stored once together with those under ``"next"``."""
+        return [stack.key for stack in self.stacks if stack.size == 1]
 
     def shapes(self, slots: int) -> Shapes:
         """Return the tensors to allocate for ``slots`` slots.
 
-        Deduplicated fields have as many overflow places behind the ring's; their owners follow,
-        then the frames of each stack and their owners.
+        The frames of each stack and their owners follow those of all rows.
         """
         envs = () if self.envs is None else (self.envs,)
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((slots * (2 if f.key in self.dedup else 1), *envs, *f.shape), f.dtype)
-            for f in self.stored
-        ]
+        shapes = [((slots, *envs, *f.shape), f.dtype) for f in self.stored]
         rows = slots * (self.envs or 1)
-        shapes += [((rows,), _LINK.dtype)] if self.dedup else []
-        return shapes + [shape for stack in self.stacks for shape in stack.shapes(rows)]
+        return [*shapes, *(shape for stack in self.stacks for shape in stack.shapes(rows))]
 
     def to_json(self) -> bytes:
         """Describe the layout."""
@@ -96,12 +85,12 @@ class RowLayout:
             "element": list(self.element),
             "envs": self.envs,
         }
-        if self.dedup:
-            layout["once"] = [list(key) for key in self.dedup]
+        if self.once:
+            layout["once"] = [list(key) for key in self.once]
         if self.groups:
             layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
         if self.stacks:
-            layout["stacks"] = [[list(s.fields[0].key), s.size] for s in self.stacks]
+            layout["stacks"] = [[list(s.key), s.size] for s in self.stacks if s.size > 1]
         return json.dumps(layout).encode()
 
     @classmethod
@@ -118,9 +107,12 @@ class RowLayout:
                 fields,
                 tuple(int(n) for n in layout["element"]),
                 layout["envs"],
-                tuple(tuple(key) for key in layout.get("once", ())),
                 groups,
-                stacks_of(fields, {tuple(key): size for key, size in layout.get("stacks", ())}),
+                stacks_of(
+                    fields,
+                    {tuple(key): size for key, size in layout.get("stacks", ())},
+                    [tuple(key) for key in layout.get("once", ())],
+                ),
             )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(f"no layout of a replay buffer: {text[:80]!r} ({err})") from err
@@ -221,7 +213,7 @@ class Rows:
         self.keys = tuple(field.key for field in layout.fields)
         stored = layout.stored
         allocated = allocate(layout.shapes(slots))
-        self.tensors = [tensor[:slots] for tensor in allocated[: len(stored)]]
+        self.tensors = allocated[: len(stored)]
         """In the order of the layout's stored fields."""
         stacked = {field.key: n for n, stack in enumerate(layout.stacks) for field in stack.fields}
         self.by_key = {
@@ -231,8 +223,6 @@ class Rows:
         }
         """The entries that are stored as they are."""
         beyond = allocated[len(stored) :]
-        self.owners = beyond.pop(0) if layout.dedup else None
-        """Of deduplicated rows: number of the row that has an overflow place."""
         self.frames_of = [*zip(beyond[::2], beyond[1::2], strict=True)]
         """The frames of each stack, and their owners."""
         self.kept = tuple(n for n, key in enumerate(self.keys) if key in self.by_key)
@@ -243,15 +233,10 @@ class Rows:
                 len(tensor) * (layout.envs or 1),
                 *(field.shape if math.prod(field.shape) != 1 else ()),
             )
-            for tensor, field in zip(allocated, stored, strict=False)
+            for tensor, field in zip(self.tensors, stored, strict=True)
         }
-        """The frames of stored fields; of deduplicated ones, the overflow places behind them."""
-        self._linked = [key not in self.places for key in self.keys]
-        self._sources = [
-            self.places[key[1:] if linked else key]
-            for key, linked in zip(self.keys, self._linked, strict=True)
-        ]
-        self._links = self.places[_LINK.key] if layout.dedup else None
+        """The frames of stored fields."""
+        self._sources = [self.places[key] for key in self.keys]
         self._stacked = [
             (index, layout.stacks[stacked[key]], self.frames_of[stacked[key]][0])
             for index, key in enumerate(self.keys)
@@ -288,17 +273,10 @@ class Rows:
 
     def gather(self, index: torch.Tensor, extra: Mapping[str, torch.Tensor]) -> Any:
         """Return copies of frames (int64 ``[n]``, over slots and envs) with ``extra`` entries."""
-        if self._links is None:
-            values = [source.index_select(0, index) for source in self._sources]
-        else:
-            after = self._links.index_select(0, index)
-            values = [
-                source.index_select(0, after if linked else index)
-                for source, linked in zip(self._sources, self._linked, strict=True)
-            ]
-        for place, stack, frames in self._stacked:
-            values[place] = stack.join(frames, values[place])
+        values = [source.index_select(0, index) for source in self._sources]
         count = index.shape[0]
+        for place, stack, frames in self._stacked:
+            values[place] = stack.join(frames, values[place].view(count, stack.size))
         for place, shape in self._single:
             values[place] = values[place].view(count, *shape)
         if self._plain:
@@ -319,33 +297,31 @@ class Rows:
         return build(tree, values, shape, None, self._groups, self.device)
 
     def beyond(self, ring: RingIndex | None = None) -> list[torch.Tensor]:
-        """Return the overflow places of each deduplicated field, then the frames of each stack.
+        """Return the frames of each stack.
 
         As many as the rows of ``ring`` ever needed; by default, as many as there can be.
         """
-        begins = [0, *[self.frames] * len(self.frames_of)]
-        ends = [ring and begin + int(ring.table(n)[0]) for n, begin in enumerate(begins)]
-        fields = [field for field in self.layout.stored if field.key in self.layout.dedup]
-        parts = [self.places[field.key][self.frames :][: ends[0]] for field in fields]
         return [
-            *(part.view(-1, *f.shape) for part, f in zip(parts, fields, strict=True)),
-            *(frames[:end] for (frames, _), end in zip(self.frames_of, ends[1:], strict=True)),
+            frames[: ring and self.frames + int(ring.table(n)[0])]
+            for n, (frames, _) in enumerate(self.frames_of)
         ]
 
     def nbytes(self, ring: RingIndex) -> int:
         """Return the bytes in use, with all bookkeeping."""
-        more = [self.layout.overflow_nbytes, *(stack.nbytes for stack in self.layout.stacks)]
-        used = sum(size * int(ring.table(n)[0]) for n, size in enumerate(more))
-        return self.layout.nbytes * self.slots + used
+        stacks = enumerate(self.layout.stacks)
+        more = sum(stack.nbytes * int(ring.table(n)[0]) for n, stack in stacks)
+        return self.layout.nbytes * self.slots + more
 
-    def parts(self, ring: RingIndex, take_room: TakeRoom) -> list[SuccessorLinks | FrameStore]:
+    def parts(self, ring: RingIndex, take_room: TakeRoom) -> list[FrameStore]:
         """Return the stores of the entries that are not stored as they are."""
-        parts: list[SuccessorLinks | FrameStore] = []
-        if self.owners is not None:
-            parts.append(SuccessorLinks(self, self.owners, ring, take_room))
-        stacks = zip(self.layout.stacks, self.frames_of, strict=True)
-        for table, (stack, tensors) in enumerate(stacks, 1):
-            pointers = {self.keys.index(f.key): self.places[f.key] for f in stack.fields}
+        parts = []
+        for table, (stack, tensors) in enumerate(
+            zip(self.layout.stacks, self.frames_of, strict=True)
+        ):
+            pointers = {
+                self.keys.index(f.key): self.places[f.key].view(self.frames, stack.size)
+                for f in stack.fields
+            }
             parts.append(FrameStore(stack, pointers, tensors, ring, table, take_room))
         return parts
 
@@ -353,20 +329,20 @@ class Rows:
 def deduplicate(
     layout: RowLayout, compact: bool | Sequence[NestedKey], stacks: Mapping[NestedKey, int]
 ) -> RowLayout:
-    """Return ``layout`` with the entries whose successors are linked, and those of frames.
+    """Return ``layout`` with the entries of which equal ones, or equal frames, are stored once.
 
     Args:
         layout: The fields of a row.
-        compact: ``False``, ``True`` for every entry that is larger than the link that replaces it,
-            or root keys.
+        compact: ``False``, ``True`` for every entry that is larger than the pointers that replace
+            it, or root keys.
         stacks: Entries that are stacks of frames, with the number of frames.
     """
     chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:
         raise ConfigError(f"stacks is for rows that are one frame each, not {layout.element}")
     pointed = {field.key for stack in chosen for field in stack.fields}
-    dedup = () if compact is False else _chosen(layout, compact, pointed)
-    return replace(layout, dedup=dedup, stacks=chosen)
+    once = () if compact is False else _chosen(layout, compact, pointed)
+    return replace(layout, stacks=stacks_of(layout.fields, stacks, once))
 
 
 def _chosen(
@@ -380,7 +356,7 @@ def _chosen(
         and (after.shape, after.dtype) == (field.shape, field.dtype)
     ]
     if isinstance(compact, bool):
-        large = [key for key in twins if fields[key].nbytes > _LINK.nbytes]
+        large = [key for key in twins if fields[key].nbytes > _POINTER_NBYTES]
         chosen = tuple(key for key in large if key[-1] not in END_FLAGS)
     else:
         chosen = tuple(key for key in map(as_key, compact) if key not in pointed)
@@ -394,7 +370,7 @@ def _chosen(
     if not chosen and not pointed:
         raise ConfigError(
             "a compact storage needs observations together with their successors under 'next', of "
-            f"more than {_LINK.nbytes} bytes; the data have {_shown(fields)}. Collect "
+            f"more than {_POINTER_NBYTES} bytes; the data have {_shown(fields)}. Collect "
             "with compact_obs=False (the storage keeps each observation once by itself), or store "
             "with compact=False"
         )
@@ -403,116 +379,3 @@ def _chosen(
 
 def _shown(keys: Any) -> list[str]:
     return [format_key(key) for key in keys]
-
-
-class SuccessorLinks:
-    """Links the rows of one storage to their successors, and gives out its overflow places.
-
-    Every row has a *link*, the place of its successor's observation. Where the next row of the same
-    `extend` begins with the very bits, that is the next row's place. The successors of all other
-    rows (the last row of an `extend`, ends of episodes, rows of other trajectories side by side)
-    are *unlinked*: they are kept in *overflow* places behind those of the ring. Bits are compared,
-    not ids or flags, so no sample differs from the data that was stored.
-
-    A row never outlives its successor: places are taken in order, so the next row of an
-    `extend` is never overwritten before the row itself, and an overflow place is free only when the
-    row that has it was overwritten. There are as many overflow places as rows, so there is always
-    one; memory is touched only as far as they were ever needed.
-    """
-
-    def __init__(
-        self, rows: Rows, owners: torch.Tensor, ring: RingIndex, take_room: TakeRoom
-    ) -> None:
-        """Link ``rows`` of ``ring``; overflow places have ``owners``."""
-        self._rows = rows
-        self._ring = ring
-        self._envs = rows.layout.envs or 1
-        self._lead = 1 if rows.layout.envs is None else 2
-        self._links: Words = rows.tensors[-1].view(rows.frames).numpy()
-        self._pairs = [
-            (rows.keys.index(key), rows.keys.index(next_key(key)), rows.places[key])
-            for key in rows.layout.dedup
-        ]
-        overflow = [places[rows.frames :] for *_, places in self._pairs]
-        self.places = Places(0, ring, owners.numpy(), 0, 4, overflow, take_room)
-
-    def store(self, first: int, count: int, values: Sequence[torch.Tensor], offset: int) -> None:
-        """Store the successors of ``count`` rows from position ``first`` on.
-
-        In ``values`` they begin at ``offset``. Inside `RingIndex.append`.
-        """
-        rows, envs = self._rows, self._envs
-        slot = (first + 1 + np.arange(count, dtype=np.int64)) % rows.slots
-        links = (slot[:, None] * envs + np.arange(envs)).reshape(-1)
-        unlinked = np.flatnonzero(self._unlinked(values, offset, count))
-        row = unlinked // envs
-        claimed = self.places.claim(len(row))
-        self.places.owners[claimed] = first + 1 + row
-        overflow = rows.frames + claimed
-        links[unlinked] = overflow
-        for start, stop, ahead in self._ring.pieces(first, count):
-            part = links[ahead * envs : (ahead + stop - start) * envs]
-            # A ufunc stores whole words: others may read a link while it changes.
-            np.add(part, 0, out=self._links[start * envs : stop * envs])
-        where = torch.from_numpy(overflow)
-        chosen: tuple[torch.Tensor, ...] = (torch.from_numpy(row + offset),)
-        if self._lead == 2:
-            chosen = (*chosen, torch.from_numpy(unlinked % envs))
-        for _, after, places in self._pairs:
-            successors = values[after].detach()[chosen]
-            shape = (len(overflow), *places.shape[1:])
-            successors = indexable(successors.to(places.device).reshape(shape))
-            indexable(places).index_copy_(0, where, successors)
-
-    def rebuild(self) -> None:
-        """Note which row has which overflow place, after rows were put back; inside `section`."""
-        frames = self._rows.frames
-        numbers = self._ring.sequence[: self._rows.slots].repeat(self._envs)
-        having = np.flatnonzero((numbers > 0) & (self._links >= frames))
-        self.places.owners[: self.places.size] = 0
-        self.places.owners[self._links[having] - frames] = numbers[having] // STEP
-
-    def _unlinked(self, values: Sequence[torch.Tensor], offset: int, count: int) -> Any:
-        """Tell which frames are not followed by the next row's, ``[count * envs]``."""
-        unlinked = np.ones((count, self._envs), bool)
-        unlinked[:-1] = False
-        stop = offset + count
-        for root, after, _ in self._pairs:
-            other = _differ(
-                values[after][offset : stop - 1], values[root][offset + 1 : stop], self._lead
-            )
-            unlinked[:-1] |= other.reshape(count - 1, self._envs)
-        return unlinked.reshape(-1)
-
-
-def fields_at(layout: RowLayout, state: Mapping[str, Any], slots: torch.Tensor) -> Any:
-    """Return all fields of some slots of a storage's state, by key."""
-    stored, number = state["tensors"], len(layout.stored)
-    data = {f.key: t[slots] for f, t in zip(layout.stored, stored[:number], strict=True)}
-    if layout.dedup:
-        link = data.popitem()[1]
-        size = state["slots"] * (layout.envs or 1)
-        near, keys = link < size, [field.key for field in layout.stored]
-        dedup = [key for key in keys if key in layout.dedup]
-        for key, overflow in zip(dedup, stored[number:], strict=False):
-            frames = stored[keys.index(key)].flatten(0, link.ndim - 1)
-            after = frames.new_empty((*link.shape, *frames.shape[1:]))
-            after[near], after[~near] = frames[link[near]], overflow[link[~near] - size]
-            data[next_key(key)] = after
-    for stack, frames in zip(layout.stacks, stored[number + len(layout.dedup) :], strict=True):
-        for field in stack.fields:
-            data[field.key] = stack.join(frames, data[field.key])
-    return data
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor, lead: int) -> Any:
-    """Tell which frames differ in any bit."""
-    shape = one.shape[:lead]
-    if not one.numel():
-        return np.zeros(shape, bool)
-    flat = [value.detach().reshape(*shape, -1) for value in (one, other)]
-    if one.device.type == other.device.type == "cpu":
-        # A quarter of torch's time.
-        return (words(flat[0]) != words(flat[1])).any(-1)
-    flat = [value.contiguous().view(torch.uint8).to(one.device) for value in flat]
-    return (flat[0] != flat[1]).any(-1).cpu().numpy()

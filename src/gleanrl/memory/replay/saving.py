@@ -25,7 +25,7 @@ from gleanrl.memory.replay.storages import LazyTensorStorage, Storage
 from gleanrl.memory.tensor_files import TensorFile, TensorFileError
 
 _FORMAT = "gleanrl replay buffer"
-_VERSION = 3
+_VERSION = 4
 
 
 _SAMPLERS: dict[str, tuple[torch.dtype, int, float]] = {
@@ -191,20 +191,14 @@ def _check(
     frames, numbers, tensors = slots * (layout.envs or 1), storage["stamps"], storage["tensors"]
     lead = (len(numbers),) if layout.envs is None else (len(numbers), layout.envs)
     expected = [((*lead, *field.shape), field.dtype) for field in layout.stored]
-    beyond = [(f.shape, f.dtype) for f in layout.stored if f.key in layout.dedup]
     sizes = [len(tensor) for tensor in tensors[len(layout.stored) :]]
-    shapes = [*beyond, *(stack.frame for stack in layout.stacks)]
-    expected += [
-        ((size, *shape), dtype) for size, (shape, dtype) in zip(sizes, shapes, strict=True)
-    ]
-    equal = len(set(sizes[: len(beyond)])) < 2
-    if not equal or [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
+    frames_of = zip(sizes, (stack.frame for stack in layout.stacks), strict=True)
+    expected += [((size, *shape), dtype) for size, (shape, dtype) in frames_of]
+    if [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != expected:
         raise ConfigError("the tensors are not of the layout that the description has")
     # Rows that were written meanwhile may point to places that were not saved.
     complete = {f.key: t[numbers > 0] for f, t in zip(layout.stored, tensors, strict=False)}
-    if beyond:
-        _check_range("links", complete[layout.stored[-1].key], frames + sizes[0])
-    for stack, size in zip(layout.stacks, sizes[len(beyond) :], strict=True):
+    for stack, size in zip(layout.stacks, sizes, strict=True):
         for field in stack.fields:
             _check_range("places of frames", complete[field.key], size)
     for name, (dtype, ndim, most) in _SAMPLERS.items():

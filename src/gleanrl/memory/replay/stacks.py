@@ -1,4 +1,4 @@
-"""Stacks of frames, in which equal frames are stored once."""
+"""Entries of which equal ones are stored once, and stacks of frames, of which equal frames are."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from gleanrl.core.layout import Field
 from gleanrl.memory.replay.place_allocation import Places, TakeRoom
 from gleanrl.memory.replay.row_visibility import STEP, TABLES, RingIndex, Words
 
-_AT_ONCE = 32
-"""Rows whose frames are looked for together: those of 84 x 84 bytes stay in a cache."""
+_AT_ONCE = 1 << 20
+"""Bytes of frames that are looked for together: they stay in a cache."""
 _REMEMBERED = 1 << 15
 """Frames among which equal ones are looked for, the newest."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Entries of a row that are stacks of frames: one at the root, and the same one under next."""
+    """Entries of a row that are stacks of frames: one at the root, and the same one under next.
+
+    A stack of one frame is an entry that is stored once itself.
+    """
 
     fields: tuple[Field, ...]
     size: int
@@ -53,6 +56,11 @@ class Stack:
             f"{list(shape)} per row. The first or the last dimension is that of two or more "
             "frames, or the first dimension is a multiple of their number"
         )
+
+    @property
+    def key(self) -> Key:
+        """The key of the entry at the root."""
+        return self.fields[0].key
 
     @property
     def pointers(self) -> tuple[Field, ...]:
@@ -91,16 +99,25 @@ class Stack:
         return values.view(*lead, self.size, *shape[:-1]).movedim(len(lead), -1)
 
 
-def stacks_of(fields: Sequence[Field], stacks: Mapping[NestedKey, int]) -> tuple[Stack, ...]:
+def stacks_of(
+    fields: Sequence[Field], stacks: Mapping[NestedKey, int], once: Sequence[Key] = ()
+) -> tuple[Stack, ...]:
     """Return the entries that ``stacks`` names, with the number of their frames.
+
+    Those of ``once``, which have the same entries under next, are one frame each.
 
     Raises:
         ConfigError: an entry is not there, or is no stack.
     """
-    if len(stacks) >= TABLES:
-        raise ConfigError(f"stacks names {len(stacks)} entries, at most {TABLES - 1} are possible")
+    if (number := len(stacks) + len(once)) > TABLES:
+        raise ConfigError(
+            f"stacks and compact name {number} entries, at most {TABLES} are possible"
+        )
     by_key = {field.key: field for field in fields}
-    return tuple(Stack.of(by_key, as_key(key), size) for key, size in stacks.items())
+    return (
+        *(Stack.of(by_key, as_key(key), size) for key, size in stacks.items()),
+        *(Stack((by_key[key], by_key[next_key(key)]), 1, False) for key in once),
+    )
 
 
 def words(values: torch.Tensor) -> Any:
@@ -143,7 +160,7 @@ class FrameStore:
         self._ring = ring
         self._pointers: dict[int, Words] = {n: part.numpy() for n, part in pointers.items()}
         self._rows = min(map(len, self._pointers.values()))
-        self.places = Places(table, ring, owners.numpy(), self._rows, 64, tensors, take_room)
+        self.places = Places(table, ring, owners.numpy(), self._rows, tensors, take_room)
         self._newest = ring.table(table)[2:]
         self._words = words(frames)
         random = np.random.default_rng(0)
@@ -163,8 +180,9 @@ class FrameStore:
             self.rebuild()
         self._newest[0] = first + count
         stacks = {n: self._stack.split(values[n][offset : offset + count]) for n in self._pointers}
-        for start in range(0, count * envs, _AT_ONCE):
-            stop = min(start + _AT_ONCE, count * envs)
+        at_once = max(1, _AT_ONCE // self._stack.fields[0].nbytes)
+        for start in range(0, count * envs, at_once):
+            stop = min(start + at_once, count * envs)
             rows = np.arange(first * envs + start, first * envs + stop)
             numbers = rows // envs + 1
             for n, pointers in self._pointers.items():

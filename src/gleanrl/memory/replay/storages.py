@@ -20,23 +20,19 @@ from gleanrl.core.errors import ConfigError, ReplayError
 from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.options import check_int, read_device
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
-from gleanrl.memory.replay.row_visibility import STEP, Author, RingIndex, written_by
+from gleanrl.memory.replay.row_visibility import RingIndex
 from gleanrl.memory.replay.rows import (
     RowLayout,
     Rows,
     Shapes,
-    SuccessorLinks,
     batch_shape,
     deduplicate,
     describe,
-    fields_at,
 )
 from gleanrl.memory.replay.stacks import FrameStore
 from gleanrl.memory.shared import SharedMemory, check_memory, fence, use_huge_pages
 
 _ALIGN = 64
-_PART = 1024
-"""Slots that are loaded at a time into a storage of another size."""
 _AT_ONCE = 1 << 28
 """Bytes that are copied while writers wait."""
 _NORESERVE = 0x4000
@@ -184,30 +180,28 @@ class Storage:
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore rows: at the same places if sizes agree, else the newest by age."""
+        """Restore rows at their places.
+
+        Raises:
+            ConfigError: the state is that of a storage of another size.
+        """
+        self._check_slots(state, self.ring.slots)
         with self.ring.section():
             self.ring.clear_for(state)
-            if self.ring.slots == state["slots"]:
-                self._put_back(state)
-                return
-            numbers = state["stamps"].numpy()
-            order = np.argsort(numbers, kind="stable")
-            order = order[numbers[order] > 0][-self.ring.slots :]
-            for run in np.split(order, np.flatnonzero(np.diff(numbers[order]) != STEP) + 1):
-                with written_by(Author()):  # it continues none of the rows before
-                    for start in range(0, len(run), _PART):
-                        self.extend(self._rows_of(state, run[start : start + _PART]), 0)
-            self.ring.add_count(state["count"] - len(order))
+            self._put_back(state)
+
+    def _check_slots(self, state: Mapping[str, Any], slots: int) -> None:
+        if state["slots"] != slots:
+            raise ConfigError(
+                f"a state of {state['slots']:,} places for rows does not fit into a storage of "
+                f"{slots:,}: load it into one of the same max_size, and move rows by extend"
+            )
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
         """Replace all rows by those of a state of the same size; inside `section`.
 
         No reader sees them before they are complete.
         """
-        raise NotImplementedError
-
-    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
-        """Return rows of a state as `prepare` takes them."""
         raise NotImplementedError
 
 
@@ -219,11 +213,9 @@ class LazyTensorStorage(Storage):
         device: Device of rows and samples; ``None`` is the CPU.
         ndim: 1 for rows; 2 for ``[env, time]`` data, of which each environment's frames follow one
             another (``max_size // envs`` steps are kept).
-        compact: Store an observation once where the next row begins with the observation of
-            ``("next", ...)``: samples are the same, in half the memory for images. Other
-            successors (ends of episodes, the last row of each `extend`) are kept apart.
-            ``True``: every entry of more than 8 bytes that has a successor; or root keys. On the
-            CPU only.
+        compact: Store equal observations of neighbouring rows, and of their successors under
+            ``"next"``, once: samples are the same, in half the memory for images. ``True``: every
+            entry of more than 24 bytes that has a successor; or root keys. On the CPU only.
         stacks: Entries that are stacks of frames, and the number of frames: ``{"pixels": 4}``.
             Equal frames of neighbouring rows, and of their successors, are stored once. Samples are
             the same. The first dimension of an entry is that of the frames (``[4, 84, 84]``, or
@@ -254,7 +246,7 @@ class LazyTensorStorage(Storage):
 
     def _open(self) -> None:
         self._rows: Rows | None = None
-        self._parts: list[SuccessorLinks | FrameStore] = []
+        self._parts: list[FrameStore] = []
         self._memory: SharedMemory | None = None
         self._words: SharedMemory | None = None
         self._lock: ProcessLock | None = None
@@ -412,18 +404,14 @@ class LazyTensorStorage(Storage):
                 f"rows that were stored with {layout.sharing} do not fit into a storage with "
                 f"compact={self.compact!r:.80} and stacks={self.stacks!r:.80}: store them by extend"
             )
+        self._check_slots(state, self.max_size // (layout.envs or 1))
         rows = self.initialise(layout)
         with self.ring.section():
-            if self.ring.slots == state["slots"]:
-                # First of all: on a full disk, nothing changes. Overflow places are equally many.
-                beyond = state["tensors"][len(rows.tensors) + max(0, len(layout.dedup) - 1) :]
-                for part, tensor in zip(self._parts, beyond, strict=True):
-                    part.places.grow(len(tensor))
+            # First of all: on a full disk, nothing changes.
+            beyond = state["tensors"][len(rows.tensors) :]
+            for part, tensor in zip(self._parts, beyond, strict=True):
+                part.places.grow(len(tensor))
             super().load_state_dict(state)
-
-    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> Any:
-        layout = RowLayout.from_json(state["layout"].encode())
-        return fields_at(layout, state, torch.from_numpy(slots))
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
         rows = self.rows
@@ -447,8 +435,7 @@ class LazyTensorStorage(Storage):
             self._memory.reserve(max(_starts_of(layout.shapes(slots))[-1], mmap.PAGESIZE))
             rows = Rows(layout, slots, self._allocate)
             frames = [part[: rows.frames] for parts in rows.frames_of for part in parts]
-            owners = [] if rows.owners is None else [rows.owners]
-            self._take_room([*rows.tensors, *owners, *frames])
+            self._take_room([*rows.tensors, *frames])
 
     def _check_room(self, nbytes: int) -> None:
         if self.device.type == "cpu":
@@ -594,9 +581,6 @@ class ListStorage(Storage):
     def _put_back(self, state: Mapping[str, Any]) -> None:
         self.items[:] = state["items"]
         self.ring.restore(state)
-
-    def _rows_of(self, state: Mapping[str, Any], slots: Any) -> list[Any]:
-        return [state["items"][slot] for slot in slots]
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
