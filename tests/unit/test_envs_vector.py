@@ -192,6 +192,20 @@ def test_same_step_environments_must_return_final_observations():
         collect(env)
 
 
+def test_final_observations_are_looked_for_in_a_dict():
+    env = Native(AutoresetMode.SAME_STEP, terminated=np.ones(3, bool), infos=[{}, {}, {}])
+    with pytest.raises(EnvError, match=r"infos of type list.*DictInfoToList"):
+        collect(env)
+    with pytest.raises(EnvError, match=r"infos of type list, and 'x'"):
+        collect(Native(AutoresetMode.DISABLED, infos=[{}, {}, {}]), info_keys=["x"])
+
+
+def test_a_reset_in_the_next_step_does_not_end_the_episode_that_it_begins():
+    env = Native(AutoresetMode.NEXT_STEP, terminated=np.ones(3, bool))
+    with pytest.raises(EnvError, match="end flag also in steps that only reset it"):
+        collect(env, steps=2)
+
+
 @pytest.mark.parametrize("as_objects", [True, False])
 def test_final_observations_come_as_an_array_or_one_by_one(as_objects):
     over = np.array([True, False, True])

@@ -12,6 +12,7 @@ from gleanrl.collectors import backend_choice
 from gleanrl.collectors.arguments import (
     CollectorArguments,
     argument_property,
+    check_in_process,
     documents_arguments,
     read_index,
 )
@@ -69,6 +70,7 @@ class Collector(BaseCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(create_env_fn, policy, kwargs)
+        check_in_process(self._arguments)
         plan = WorkerPlan(self._arguments, [create_env_fn], in_process=True)
         stop = stop_byte(plan.interruptor)
         self._start(plan, lambda windows: InlineBackend(windows, stop))

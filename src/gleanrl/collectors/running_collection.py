@@ -382,7 +382,7 @@ class Collection:
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self.weights.number,
-            "completed": self.counts.exhausted,
+            "completed": self.counts.exhausted and not self.filling.busy,
             "closed": engine.closed,
             "running": self.filling.is_running(),
             "failed": engine.failure is not None,

@@ -578,8 +578,8 @@ class Session:
 
     def give_up(self, workers: list[int], task: str, deadline: Deadline) -> None:
         """Count ``workers``, which did not do their ``task``, as lost."""
-        late = self._names(workers)
-        error = CollectorTimeout(f"{late} did not {task} within {deadline.seconds} s")
+        late, limit = self._names(workers), round(deadline.seconds or 0, 3)
+        error = CollectorTimeout(f"{late} did not {task} within {limit} s")
         for worker in workers:
             self._lose(worker, error)
 

@@ -278,7 +278,7 @@ class VectorLeafWriter(LeafWriter):
         return values
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
-        finals = infos.get("final_obs")
+        finals = entry_of(infos, "final_obs")
         if finals is None:
             raise finals_missing(envs, f" (it has {sorted(infos)})")
         if isinstance(finals, np.ndarray) and finals.dtype == object:
@@ -291,6 +291,17 @@ class VectorLeafWriter(LeafWriter):
             raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
         who = f"environment {env} (final_obs)"
         return self._fit(np.asarray(self._part(who, final)), self._shape, who, widens=True)
+
+
+def entry_of(infos: Mapping[str, Any], name: str) -> Any:
+    """Return an entry of a vector environment's ``infos``, ``None`` if there is none."""
+    try:
+        return infos.get(name)
+    except AttributeError as err:
+        raise EnvError(
+            f"the vector environment returned infos of type {type(infos).__name__}, and {name!r} "
+            "is looked for in a dict; drop the wrapper that changes it (DictInfoToList)"
+        ) from err
 
 
 def finals_missing(envs: Array, more: str) -> EnvError:
@@ -363,9 +374,9 @@ class VectorInfoWriter(InfoWriter):
     read = FieldWriter.read
 
     def _rows(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        given = entry_of(infos, self._name)
         if self._looking:
             self._look(infos)
-        given = infos.get(self._name)
         if given is None:
             return np.zeros(shape)
         values = np.asarray(given)
@@ -382,7 +393,7 @@ class VectorInfoWriter(InfoWriter):
         return values
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
-        finals = infos.get("final_info")
+        finals = entry_of(infos, "final_info")
         if isinstance(finals, Mapping):
             self._look(finals)
             given = finals.get(self._name)

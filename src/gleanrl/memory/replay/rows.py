@@ -64,8 +64,9 @@ class RowLayout:
     @property
     def sharing(self) -> str:
         """Say which arguments of a storage made this layout."""
-        stacks = {stack.fields[0].key: stack.size for stack in self.stacks}
-        return f"compact={_shown(self.dedup) or False} and stacks={stacks}"
+        compact = f"[{_shown(self.dedup)}]" if self.dedup else False
+        stacks = ", ".join(f"{format_key(one.fields[0].key)}: {one.size}" for one in self.stacks)
+        return f"compact={compact} and stacks={{{stacks}}}"
 
     @property
     def overflow_nbytes(self) -> int:
@@ -401,8 +402,8 @@ def _chosen(
     return chosen
 
 
-def _shown(keys: Any) -> list[str]:
-    return [format_key(key) for key in keys]
+def _shown(keys: Any) -> str:
+    return ", ".join(map(format_key, keys))
 
 
 class SuccessorLinks:
