@@ -151,6 +151,25 @@ def test_info_entries_only_some_environments_give_are_zero_for_the_others():
     assert got["score"][:, 1].tolist() == [5.0, 0.0, 7.0]
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(("value", "dtype"), [(300, "uint8"), (1.5, "int64"), (0.5, "bool")])
+def test_an_info_entry_is_never_cut_to_its_dtype(value, dtype, single):
+    class Told(gym.Wrapper):
+        def step(self, action):
+            return *super().step(action)[:4], {"cost": value}
+
+    def make():
+        return Told(gym.make("CartPole-v1"))
+
+    env = make() if single else SyncVectorEnv([make] * 2)
+    cost = {"cost": ((), getattr(torch, dtype))}
+    with (
+        Collector(env, frames_per_batch=2, info_keys=cost) as collector,
+        pytest.raises(EnvError, match=f"'cost'.* is .*, which {dtype} of info_keys does not hold"),
+    ):
+        collector.next()
+
+
 def test_info_entries_of_another_shape_are_named():
     env = Native(AutoresetMode.DISABLED, infos={"score": np.zeros((3, 2))})
     with pytest.raises(EnvError, match=r"infos\['score'\].*\(3, 2\).*shape \(3,\)"):

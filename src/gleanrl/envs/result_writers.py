@@ -325,7 +325,7 @@ class InfoWriter(FieldWriter):
         """Write the ``info`` entry ``name`` to ``field``."""
         super().__init__(field)
         self._name = name
-        self._zero = np.zeros(field.shape)
+        self._zero = np.zeros(field.shape, field.numpy_dtype)
         self._others: set[str] = set()
         self._looking = True
 
@@ -365,7 +365,17 @@ class InfoWriter(FieldWriter):
                 f"environment {env} gave info[{self._name!r}] = {given!r:.100}; a number of shape "
                 f"{self._shape} was declared"
             )
-        return value
+        return self._held(value)
+
+    def _held(self, values: Array) -> Array:
+        """Check that a dtype of whole numbers, or bool, holds ``values``; floats are rounded."""
+        dtype = self._zero.dtype
+        if values.dtype != dtype and dtype.kind != "f" and (values.astype(dtype) != values).any():
+            raise EnvError(
+                f"info[{self._name!r}] is {values!r:.100}, which {dtype} of info_keys does not "
+                "hold: declare another dtype"
+            )
+        return values
 
 
 class VectorInfoWriter(InfoWriter):
@@ -386,11 +396,10 @@ class VectorInfoWriter(InfoWriter):
                 f"dtype {values.dtype}; numbers of shape {shape} were declared (info_keys)"
             )
         present = infos.get(f"_{self._name}")
-        if present is None or np.all(present):
-            return values
-        values = values.astype(self._field.numpy_dtype)
-        values[~np.asarray(present, bool)] = 0
-        return values
+        if present is not None and not np.all(present):
+            values = values.copy()
+            values[~np.asarray(present, bool)] = 0
+        return self._held(values)
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
         finals = entry_of(infos, "final_info")
