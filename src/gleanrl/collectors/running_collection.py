@@ -18,7 +18,6 @@ from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
-from gleanrl.core.options import warn
 from gleanrl.engine.early_stop import Interruptor
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
@@ -185,8 +184,7 @@ class Collection:
             for counter, text in report.mishaps:
                 self.mishaps[counter] += 1
                 where = f"in {self.engine.name_of(worker)}, " if self._several else ""
-                self.engine.mishaps.append((counter, f"{where}{text}"))
-                warn(f"{where}{text}")
+                self.engine.note(counter, f"{where}{text}")
 
     def unprocessed(self) -> TensorDictBase | None:
         """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
