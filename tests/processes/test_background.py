@@ -632,6 +632,14 @@ def test_the_example_of_start_on_pong():
 # -- what workers do before they write -------------------------------------------------------------
 
 
+@every_kind
+def test_a_postproc_may_keep_no_frame(make, kind):
+    rb = buffer()
+    collector = make(kind, rb, postproc=lambda batch: batch[..., :0], total_frames=64)
+    assert list(collector) == [None] * (8 if kind == "async" else 4)
+    assert (len(rb), collector.stats()["frames"]) == (0, 64)
+
+
 @several
 def test_postproc_and_hook_run_in_the_workers(make, kind):
     rb = buffer()
