@@ -152,7 +152,9 @@ def test_info_entries_only_some_environments_give_are_zero_for_the_others():
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize(("value", "dtype"), [(300, "uint8"), (1.5, "int64"), (0.5, "bool")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(300, "uint8"), (1.5, "int64"), (0.5, "bool"), (1e39, "float32")]
+)
 def test_an_info_entry_is_never_cut_to_its_dtype(value, dtype, single):
     class Told(gym.Wrapper):
         def step(self, action):

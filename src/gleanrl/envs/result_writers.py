@@ -368,14 +368,23 @@ class InfoWriter(FieldWriter):
         return self._held(value)
 
     def _held(self, values: Array) -> Array:
-        """Check that a dtype of whole numbers, or bool, holds ``values``; floats are rounded."""
+        """Return ``values`` in the dtype of the entry, which must hold them; floats are rounded."""
         dtype = self._zero.dtype
-        if values.dtype != dtype and dtype.kind != "f" and (values.astype(dtype) != values).any():
+        if values.dtype == dtype:
+            return values
+        try:
+            with np.errstate(over="raise", invalid="ignore"):
+                cast = values.astype(dtype)
+        except FloatingPointError:
+            fits = False
+        else:
+            fits = dtype.kind == "f" or bool((cast == values).all())
+        if not fits:
             raise EnvError(
                 f"info[{self._name!r}] is {values!r:.100}, which {dtype} of info_keys does not "
                 "hold: declare another dtype"
             )
-        return values
+        return cast
 
 
 class VectorInfoWriter(InfoWriter):
