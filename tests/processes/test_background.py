@@ -113,6 +113,25 @@ def test_counts_are_exact_in_a_pause_and_nothing_is_written_there(make, kind):
 
 
 @every_kind
+def test_all_rows_are_stored_when_it_has_completed(make, kind):
+    storing = threading.Event()
+
+    class Slow(ReplayBuffer):
+        def extend(self, data):
+            storing.wait(10)
+            return super().extend(data)
+
+    rb = Slow(storage=ListStorage(1000))  # the learner's process stores
+    collector = make(kind, rb, total_frames=16)
+    collector.start()
+    rig.until(lambda: collector.stats()["frames"] == (8 if kind == "async" else 16))
+    assert not collector.stats()["completed"]
+    storing.set()
+    rig.until(lambda: collector.stats()["completed"])
+    assert rb.write_count == 16
+
+
+@every_kind
 def test_it_ends_at_total_frames(make, kind):
     rb = buffer()
     collector = make(kind, rb, total_frames=160)
@@ -611,6 +630,14 @@ def test_the_example_of_start_on_pong():
 
 
 # -- what workers do before they write -------------------------------------------------------------
+
+
+@every_kind
+def test_a_postproc_may_keep_no_frame(make, kind):
+    rb = buffer()
+    collector = make(kind, rb, postproc=lambda batch: batch[..., :0], total_frames=64)
+    assert list(collector) == [None] * (8 if kind == "async" else 4)
+    assert (len(rb), collector.stats()["frames"]) == (0, 64)
 
 
 @several

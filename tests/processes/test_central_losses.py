@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import sys
 import warnings
 
@@ -521,6 +522,32 @@ def test_buffers_and_whole_trajectories_leave_out_frames_that_are_none(kind, how
 def test_a_reaction_that_cannot_be_is_refused_before_a_start(options, says):
     with pytest.raises(ConfigError, match=says):
         MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, inference="central", **options)
+
+
+FAILING = """
+import functools, pathlib, warnings
+from gleanrl import MultiAsyncCollector
+from gleanrl.testing import FaultyEnv
+
+mark = pathlib.Path("mark")
+broken = functools.partial(FaultyEnv, "CartPole-v1", "raise", at=5, once=mark)
+with (
+    warnings.catch_warnings(record=True) as caught,
+    MultiAsyncCollector(
+        [broken], inference="central", on_env_error="restart", frames_per_batch=8, total_frames=16
+    ) as collector,
+):
+    warnings.simplefilter("always")
+    list(collector)
+print(sum("built anew" in str(warning.message) for warning in caught))
+"""
+
+
+def test_only_the_learner_warns_of_what_the_process_of_the_policy_survives(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("1\n", "")
 
 
 @pytest.mark.parametrize("when", ["step", "reset"])

@@ -441,8 +441,9 @@ def test_wrong_weights_are_the_callers_error_and_change_nothing(make):
     policy.weight.data = torch.ones(5)
     with pytest.raises(WeightsError, match=r"weight.*\(5,\)"):
         collector.update_policy_weights_()
-    with pytest.raises(WeightsError, match="missing"):
-        collector.update_policy_weights_({"shadow": torch.zeros(3)})
+    for lacking in ({"shadow": torch.zeros(3)}, {}, torch.nn.Identity(), {0: {}}):
+        with pytest.raises(WeightsError, match="missing"):
+            collector.update_policy_weights_(lacking)
     with pytest.raises(KeyError, match=r"env\.nothing"):
         collector.update_policy_weights_(weights_dict={"env.nothing": {"x": torch.zeros(1)}})
     assert collector.stats()["policy_version"] == 0

@@ -151,6 +151,27 @@ def test_info_entries_only_some_environments_give_are_zero_for_the_others():
     assert got["score"][:, 1].tolist() == [5.0, 0.0, 7.0]
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(300, "uint8"), (1.5, "int64"), (0.5, "bool"), (1e39, "float32")]
+)
+def test_an_info_entry_is_never_cut_to_its_dtype(value, dtype, single):
+    class Told(gym.Wrapper):
+        def step(self, action):
+            return *super().step(action)[:4], {"cost": value}
+
+    def make():
+        return Told(gym.make("CartPole-v1"))
+
+    env = make() if single else SyncVectorEnv([make] * 2)
+    cost = {"cost": ((), getattr(torch, dtype))}
+    with (
+        Collector(env, frames_per_batch=2, info_keys=cost) as collector,
+        pytest.raises(EnvError, match=f"'cost'.* is .*, which {dtype} of info_keys does not hold"),
+    ):
+        collector.next()
+
+
 def test_info_entries_of_another_shape_are_named():
     env = Native(AutoresetMode.DISABLED, infos={"score": np.zeros((3, 2))})
     with pytest.raises(EnvError, match=r"infos\['score'\].*\(3, 2\).*shape \(3,\)"):
@@ -190,6 +211,20 @@ def test_same_step_environments_must_return_final_observations():
     env = Native(AutoresetMode.SAME_STEP, terminated=over, infos={"x": 1})
     with pytest.raises(EnvError, match=r"environments \[0\] ended, but infos has no 'final_obs'"):
         collect(env)
+
+
+def test_final_observations_are_looked_for_in_a_dict():
+    env = Native(AutoresetMode.SAME_STEP, terminated=np.ones(3, bool), infos=[{}, {}, {}])
+    with pytest.raises(EnvError, match=r"infos of type list.*DictInfoToList"):
+        collect(env)
+    with pytest.raises(EnvError, match=r"infos of type list, and 'x'"):
+        collect(Native(AutoresetMode.DISABLED, infos=[{}, {}, {}]), info_keys=["x"])
+
+
+def test_a_reset_in_the_next_step_does_not_end_the_episode_that_it_begins():
+    env = Native(AutoresetMode.NEXT_STEP, terminated=np.ones(3, bool))
+    with pytest.raises(EnvError, match="end flag also in steps that only reset it"):
+        collect(env, steps=2)
 
 
 @pytest.mark.parametrize("as_objects", [True, False])

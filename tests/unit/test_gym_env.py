@@ -121,6 +121,15 @@ def test_a_reset_mask_names_the_environments_to_reset():
     assert "_reset" not in root.keys()
 
 
+def test_a_reset_of_some_members_needs_the_data_of_the_others():
+    env = SerialEnv(3, Counter)
+    root = env.step_mdp(env.rand_step(env.reset()))
+    mask = TensorDict({"_reset": torch.tensor([[False], [True], [False]])}, [3])
+    with pytest.raises(ConfigError, match="was given no 'observation'"):
+        env.reset(mask.clone())
+    assert env.reset(root.update(mask))["observation"][:, 0].tolist() == [1, 0, 1]
+
+
 def test_construction_resets_nothing():
     inner = Counter()
     env = GymEnv(inner)

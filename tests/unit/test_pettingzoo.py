@@ -499,6 +499,12 @@ def test_a_turn_based_environment_needs_its_mask():
         PettingZooEnv("simple_adversary_v3", parallel=False, use_mask=False)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_id_without_the_form_that_is_asked_for_is_refused():
+    with pytest.raises(ConfigError, match=r"'tictactoe_v3' has no parallel form: pass parallel=F"):
+        PettingZooEnv("tictactoe_v3")
+
+
 @pytest.mark.parametrize("task", ["simple_sprad_v3", "nothing/simple_spread_v3"])
 def test_unknown_ids_are_named(task):
     with pytest.raises(KeyError, match=task):

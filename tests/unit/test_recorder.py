@@ -449,6 +449,22 @@ def test_what_minari_needs_is_asked_for_at_the_first_write(tmp_path):
     recorder.close()
 
 
+def test_minari_refuses_names_that_hdf5_reads_as_groups(tmp_path):
+    pytest.importorskip("minari")
+    recorder = Recorder(tmp_path / "data-v0", "minari")
+    with pytest.raises(GleanError, match=r"rename 'a/b': a slash"):
+        recorder.write(dict_frames(4).set("a/b", torch.zeros(4)))
+    recorder.close()
+
+
+def test_entries_without_elements_are_recorded(tmp_path):
+    frames = make_frames(4).set("nothing", torch.zeros(4, 0))
+    with Recorder(tmp_path / "data") as recorder:
+        recorder.write(frames)
+        recorder.write(frames)
+    assert load_dataset(tmp_path / "data")["nothing"].shape == (8, 0)
+
+
 def test_minari_needs_both_observations_of_a_step(tmp_path):
     pytest.importorskip("minari")
     with (

@@ -210,6 +210,12 @@ def test_one_row_may_be_a_nested_mapping():
         lambda: SliceSampler(num_slices=2.5),
         lambda: PrioritizedSampler(5, alpha=float("nan"), beta=1.0),
         lambda: ReplayBuffer(storage=LazyTensorStorage(5), dim_extend=1),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), dim_extend="0"),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), limiter=4),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), collate_fn=[]),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), transform=4),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5)).append_transform(4),
+        lambda: ReplayBuffer(storage=LazyTensorStorage(5), lock_timeout="x"),
     ],
 )
 def test_wrong_arguments(make):

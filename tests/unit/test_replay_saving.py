@@ -262,6 +262,13 @@ def test_a_second_dump_replaces_the_first(tmp_path):
     assert fresh[:]["number"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_dump_into_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    with pytest.raises(ConfigError, match=r"x cannot be made: Not a directory"):
+        rb.dumps(tmp_path / "file" / "x")
+
+
 def test_a_dump_replaces_nothing_that_another_program_wrote(tmp_path):
     (tmp_path / "meta.json").write_text("{}")
     rb = ReplayBuffer(storage=LazyTensorStorage(5))

@@ -39,6 +39,7 @@ from gleanrl.collectors.save_on_sigterm import check_preemption
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, did_you_mean, for_users
 from gleanrl.core.options import (
     InfoKeys,
+    check_callables,
     check_int,
     check_word,
     read_device,
@@ -509,11 +510,28 @@ def _contradictions(arguments: Arguments) -> dict[str, object]:
     }
 
 
-def check_callables(**arguments: Any) -> None:
-    """Raise an error unless hooks and factories are callable."""
-    for name, value in arguments.items():
-        if value is not None and not callable(value):
-            raise ConfigError(f"{name} ({value!r:.100}) must be callable")
+OF_CENTRAL = ("env_groups", "policy_process", "driver_affinity")
+OF_ASYNC = ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead", "transition_chunk_size")
+"""The arguments of central inference, and of asynchronous central inference."""
+
+
+def check_inference(arguments: Arguments, taken: Sequence[str]) -> None:
+    """Refuse arguments of central inference other than those that are ``taken``."""
+    usual = defaults(MultiArguments)
+    for name in (*OF_CENTRAL, *OF_ASYNC):
+        if name not in taken and arguments[name] != usual[name]:
+            needed = "asynchronous central inference" if name in OF_ASYNC else "inference='central'"
+            raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
+
+
+def check_in_process(arguments: Arguments) -> None:
+    """Refuse central inference, and its arguments, of a collector without workers."""
+    if arguments["inference"] != "workers":
+        raise ConfigError(
+            f"inference ({arguments['inference']!r}) is for environments in several workers: "
+            "num_collectors=, or MultiSyncCollector"
+        )
+    check_inference(arguments, taken=())
 
 
 def check_schemes(schemes: Mapping[str, Any] | None) -> None:

@@ -78,11 +78,6 @@ def _check_in_process(count: int | None, kwargs: Mapping[str, Any]) -> None:
         )
     if kwargs.get("sync") is not None:
         raise ConfigError("sync= is for collectors with several workers: backend='process'")
-    if kwargs.get("inference", "workers") != "workers":
-        raise ConfigError(
-            f"inference ({kwargs['inference']!r}) is for environments in several workers: "
-            "num_collectors=, or MultiSyncCollector"
-        )
     if kwargs.get("backend_options"):
         options = sorted(kwargs["backend_options"])
         raise ConfigError(f"backend_options ({options}) have no meaning in this process")

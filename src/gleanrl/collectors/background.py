@@ -56,6 +56,12 @@ class Background:
         return self.thread is not None and self.thread.is_alive() and not self._stopping
 
     @property
+    def busy(self) -> bool:
+        """Whether another thread may still store what was counted."""
+        alive = self.thread is not None and self.thread.is_alive()  # not in a forked child
+        return alive and not self._resting and not self.inside
+
+    @property
     def paused(self) -> bool:
         """Whether a block that suspends the thread is running."""
         return self._paused > 0

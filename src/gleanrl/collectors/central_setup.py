@@ -8,7 +8,14 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from gleanrl.collectors.arguments import Arguments, MultiArguments, defaults
+from gleanrl.collectors.arguments import (
+    OF_ASYNC,
+    OF_CENTRAL,
+    Arguments,
+    MultiArguments,
+    check_inference,
+    defaults,
+)
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, all_processors, read_affinity
@@ -40,19 +47,10 @@ _OF_ONE = (
     "env_device",
     "policy_device",
 )
-_CENTRAL = ("env_groups", "policy_process", "driver_affinity")
-_ASYNC = (
-    "max_batch_size",
-    "min_batch_size",
-    "max_wait_s",
-    "max_ahead",
-    "transition_chunk_size",
-)
-"""The arguments of central inference, and of asynchronous central inference."""
 _INSIDE = (
     "inference",
     "env_groups",
-    *_ASYNC,
+    *OF_ASYNC,
     "create_env_kwargs",
     "num_sub_threads",
     "timeout",
@@ -70,12 +68,8 @@ _STORING = [part.name for part in fields(GymOptions)]
 def read_inference(arguments: Arguments, sync: bool) -> bool:
     """Tell whether inference is central."""
     kind = arguments["inference"]
-    usual = defaults(MultiArguments)
-    of_this_kind = {"workers": (), "central": _CENTRAL if sync else _CENTRAL + _ASYNC}[kind]
-    for name in (*_CENTRAL, *_ASYNC):
-        if name not in of_this_kind and arguments[name] != usual[name]:
-            needed = "asynchronous central inference" if name in _ASYNC else "inference='central'"
-            raise ConfigError(f"{name} ({arguments[name]!r:.80}) needs {needed}")
+    of_central = OF_CENTRAL if sync else OF_CENTRAL + OF_ASYNC
+    check_inference(arguments, {"workers": (), "central": of_central}[kind])
     if kind == "workers":
         return False
     adds = arguments["replay_buffer"] is not None and not arguments["extend_buffer"]

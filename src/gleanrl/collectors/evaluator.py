@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 
 from gleanrl.collectors.argument_texts import TEXTS
-from gleanrl.collectors.arguments import check_callables, read_seed
+from gleanrl.collectors.arguments import read_seed
 from gleanrl.collectors.distributed.ray import RayCollector
 from gleanrl.collectors.evaluation_episodes import EpisodesPlan, Metrics
 from gleanrl.collectors.in_process_collector import Collector
@@ -29,7 +29,7 @@ from gleanrl.collectors.multi_collector import MultiSyncCollector
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.keys import NestedKey, as_key
-from gleanrl.core.options import check_int, check_word, warn
+from gleanrl.core.options import check_callables, check_int, check_word, warn
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
 from gleanrl.weights.module_weights import check_weights, cloned, warn_of_no_weights, weights_of
 

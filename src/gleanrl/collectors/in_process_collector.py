@@ -12,6 +12,7 @@ from gleanrl.collectors import backend_choice
 from gleanrl.collectors.arguments import (
     CollectorArguments,
     argument_property,
+    check_in_process,
     documents_arguments,
     read_index,
 )
@@ -68,6 +69,7 @@ class Collector(BaseCollector):
             PolicyError: the policy does not fit the environment.
         """
         super().__init__(create_env_fn, policy, kwargs)
+        check_in_process(self._arguments)
         plan = WorkerPlan(self._arguments, [create_env_fn], in_process=True)
         self._start(plan, InlineBackend)
         self.policy_device, self.env_device = self.policy_device[0], self.env_device[0]

@@ -123,6 +123,7 @@ class NestedSource(Verifiable):
         self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
         if isinstance(collector, BaseCollector):
             self._layout = _layout_of(collector)
+            collector.collection.engine.warns = False
             reports = self._reports
             collector.watch(lambda new, _: reports.extend(new.items()))
 

@@ -18,7 +18,6 @@ from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ClosedError, ConfigError, GleanError
 from gleanrl.core.keys import MASK
-from gleanrl.core.options import warn
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.gather import Rollouts
 from gleanrl.engine.pipeline import put_together
@@ -184,8 +183,7 @@ class Collection:
             for counter, text in report.mishaps:
                 self.mishaps[counter] += 1
                 where = f"in {self.engine.name_of(worker)}, " if self._several else ""
-                self.engine.mishaps.append((counter, f"{where}{text}"))
-                warn(f"{where}{text}")
+                self.engine.note(counter, f"{where}{text}")
 
     def unprocessed(self) -> TensorDictBase | None:
         """Collect a batch that goes around the pipeline, which drops unfinished trajectories."""
@@ -381,7 +379,7 @@ class Collection:
             "memory_bytes": engine.gather.nbytes,
             "num_envs": engine.num_envs,
             "policy_version": self.weights.number,
-            "completed": self.counts.exhausted,
+            "completed": self.counts.exhausted and not self.filling.busy,
             "closed": engine.closed,
             "running": self.filling.is_running(),
             "failed": engine.failure is not None,

@@ -45,9 +45,9 @@ class Field:
         dtype = numpy_dtype(self.dtype)
         if dtype is None:
             raise ConfigError(
-                f"{format_key(self.key)} is {self.dtype}, which numpy does not have; what "
-                "vectorised environments in NEXT_STEP mode and EnvPools are collected with passes "
-                "through numpy: cast it (to torch.float32, say)"
+                f"{format_key(self.key)} is {self.dtype}, which numpy does not have; entries of "
+                "info, and all that vectorised environments in NEXT_STEP mode and EnvPools are "
+                "collected with, pass through numpy: make it torch.float32, say"
             )
         return dtype
 

@@ -26,6 +26,8 @@ InfoKeys: TypeAlias = Sequence[str] | Mapping[str, tuple[Sequence[int], torch.dt
 """Numeric ``info`` entries to deliver: names of float32 scalars, or names with shape and dtype."""
 
 _CASTS = (torch.float16, torch.float32, torch.float64)
+_MOST_S = 2_000_000
+"""The longest deadline: poll counts milliseconds in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,13 @@ def check_word(name: str, value: Any, words: Collection[str | None]) -> Any:
     return value
 
 
+def check_callables(**arguments: Any) -> None:
+    """Raise an error unless hooks and factories are callable."""
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} ({value!r:.100}) must be callable")
+
+
 def is_number(value: Any) -> bool:
     """Tell whether ``value`` is a number of Python's or NumPy's."""
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -114,8 +123,10 @@ def is_number(value: Any) -> bool:
 
 def seconds(name: str, value: Any) -> float:
     """Return ``value`` as a positive number of seconds."""
-    if not (is_number(value) and value > 0):
-        raise ConfigError(f"{name} ({value!r}) must be a positive number of seconds")
+    if not (is_number(value) and 0 < value <= _MOST_S):
+        raise ConfigError(
+            f"{name} ({value!r}) must be a positive number of seconds, at most {_MOST_S:,}"
+        )
     return float(value)
 
 

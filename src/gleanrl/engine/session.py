@@ -111,6 +111,8 @@ class Session:
     """Replaces lost workers, if the user wants that."""
     tells = True
     """Whether losses are warned of and counted here."""
+    warns = True
+    """Whether the user is warned here, and not by a collector around this one."""
     _busy = False
     _close_next: Callable[[], None] | None = None
     """Ends the session at the end of the rollout that this thread makes."""
@@ -612,7 +614,12 @@ class Session:
 
     def _tell(self, counter: str, text: str) -> None:
         if self.tells:
-            self.mishaps.append((counter, text))
+            self.note(counter, text)
+
+    def note(self, counter: str, text: str) -> None:
+        """Keep what was survived for a collector around this one, or warn of it."""
+        self.mishaps.append((counter, text))
+        if self.warns:
             warn(text)
 
     # -- the end ---------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class _BufferSink(Sink):
 
 def _extend_rows(extend: _Add, batch: TensorDictBase) -> int:
     """Store the valid frames of ``batch``, its leading dimensions flattened into rows."""
-    rows = batch.reshape(-1)
+    rows = batch.reshape(batch.shape.numel())  # not -1: the batch may be empty
     mask = batch.get(MASK, None)
     # Padding and what a stopped rollout never reached are no data.
     extend(rows if mask is None else rows[mask.reshape(-1)])
@@ -168,7 +168,7 @@ def _extend_env_time(extend: _Add, stepwise: bool, batch: TensorDictBase) -> int
     Steps that some environments did not reach are left out if it is stored ``stepwise``; else they
     are an error.
     """
-    rows = batch.reshape(-1, batch.shape[-1])
+    rows = batch.reshape(batch.shape[:-1].numel(), batch.shape[-1])
     mask = rows.get(MASK, None)
     left_out = 0
     if mask is not None:

@@ -252,7 +252,7 @@ class WeightDelivery(Models):
     def _read(self, name: str, source: Any) -> Weights:
         """Return copies of weights that fit the model; ``None`` takes the learner's policy's."""
         weights = cloned(self._learners() if source is None else weights_of(source))
-        if weights:
+        if weights or source is not None:  # the learner's policy may have none
             self._check(name, weights)
         return weights
 

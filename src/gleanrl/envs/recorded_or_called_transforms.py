@@ -263,7 +263,7 @@ def _call_again(
     """Call ``method``, and write its results into ``results``."""
     found = _call(method.call, before, data, batch)
     if found.keys() != results.keys():
-        differing = sorted(map(format_key, found.keys() ^ results.keys()))
+        differing = ", ".join(sorted(map(format_key, found.keys() ^ results.keys())))
         raise EnvError(f"{method.name} returned other entries than in its first step: {differing}")
     for key, value in found.items():
         results[key].copy_(value)

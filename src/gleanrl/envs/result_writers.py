@@ -278,7 +278,7 @@ class VectorLeafWriter(LeafWriter):
         return values
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
-        finals = infos.get("final_obs")
+        finals = entry_of(infos, "final_obs")
         if finals is None:
             raise finals_missing(envs, f" (it has {sorted(infos)})")
         if isinstance(finals, np.ndarray) and finals.dtype == object:
@@ -291,6 +291,17 @@ class VectorLeafWriter(LeafWriter):
             raise EnvError(f"environment {env} ended, but infos['final_obs'][{env}] is None")
         who = f"environment {env} (final_obs)"
         return self._fit(np.asarray(self._part(who, final)), self._shape, who, widens=True)
+
+
+def entry_of(infos: Mapping[str, Any], name: str) -> Any:
+    """Return an entry of a vector environment's ``infos``, ``None`` if there is none."""
+    try:
+        return infos.get(name)
+    except AttributeError as err:
+        raise EnvError(
+            f"the vector environment returned infos of type {type(infos).__name__}, and {name!r} "
+            "is looked for in a dict; drop the wrapper that changes it (DictInfoToList)"
+        ) from err
 
 
 def finals_missing(envs: Array, more: str) -> EnvError:
@@ -314,7 +325,7 @@ class InfoWriter(FieldWriter):
         """Write the ``info`` entry ``name`` to ``field``."""
         super().__init__(field)
         self._name = name
-        self._zero = np.zeros(field.shape)
+        self._zero = np.zeros(field.shape, field.numpy_dtype)
         self._others: set[str] = set()
         self._looking = True
 
@@ -354,7 +365,26 @@ class InfoWriter(FieldWriter):
                 f"environment {env} gave info[{self._name!r}] = {given!r:.100}; a number of shape "
                 f"{self._shape} was declared"
             )
-        return value
+        return self._held(value)
+
+    def _held(self, values: Array) -> Array:
+        """Return ``values`` in the dtype of the entry, which must hold them; floats are rounded."""
+        dtype = self._zero.dtype
+        if values.dtype == dtype:
+            return values
+        try:
+            with np.errstate(over="raise", invalid="ignore"):
+                cast = values.astype(dtype)
+        except FloatingPointError:
+            fits = False
+        else:
+            fits = dtype.kind == "f" or bool((cast == values).all())
+        if not fits:
+            raise EnvError(
+                f"info[{self._name!r}] is {values!r:.100}, which {dtype} of info_keys does not "
+                "hold: declare another dtype"
+            )
+        return cast
 
 
 class VectorInfoWriter(InfoWriter):
@@ -363,9 +393,9 @@ class VectorInfoWriter(InfoWriter):
     read = FieldWriter.read
 
     def _rows(self, observations: Any, infos: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
+        given = entry_of(infos, self._name)
         if self._looking:
             self._look(infos)
-        given = infos.get(self._name)
         if given is None:
             return np.zeros(shape)
         values = np.asarray(given)
@@ -375,14 +405,13 @@ class VectorInfoWriter(InfoWriter):
                 f"dtype {values.dtype}; numbers of shape {shape} were declared (info_keys)"
             )
         present = infos.get(f"_{self._name}")
-        if present is None or np.all(present):
-            return values
-        values = values.astype(self._field.numpy_dtype)
-        values[~np.asarray(present, bool)] = 0
-        return values
+        if present is not None and not np.all(present):
+            values = values.copy()
+            values[~np.asarray(present, bool)] = 0
+        return self._held(values)
 
     def _finals(self, envs: Array, infos: Mapping[str, Any]) -> Array:
-        finals = infos.get("final_info")
+        finals = entry_of(infos, "final_info")
         if isinstance(finals, Mapping):
             self._look(finals)
             given = finals.get(self._name)

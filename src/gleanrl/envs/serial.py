@@ -11,7 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core import paths
 from gleanrl.core.errors import ConfigError, for_users
-from gleanrl.core.keys import NEXT, Key
+from gleanrl.core.keys import NEXT, Key, as_key, format_key
 from gleanrl.core.options import GymOptions, check_int
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per_env
@@ -114,7 +114,14 @@ class SerialEnv(EnvBase):
                 roots.append(env.reset(part.copy(), **options))
             else:
                 roots.append(part.exclude(*masks))
-        return self._stack(roots)
+        found = self._stack(roots)
+        if lost := set(self.observation_spec.keys(True, True)) - set(found.keys(True, True)):
+            names = ", ".join(sorted(format_key(as_key(key)) for key in lost))
+            raise ConfigError(
+                "reset() of some environments keeps the data of the others, and was given no "
+                f"{names}: give it the data of the last step"
+            )
+        return found
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         parts = tensordict.unbind(0)

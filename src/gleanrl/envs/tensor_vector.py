@@ -19,7 +19,13 @@ from gleanrl.core.layout import Field
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_checks import not_five, write_rewards
-from gleanrl.envs.result_writers import FieldWriter, VectorReset, finals_missing, part_missing
+from gleanrl.envs.result_writers import (
+    FieldWriter,
+    VectorReset,
+    entry_of,
+    finals_missing,
+    part_missing,
+)
 from gleanrl.envs.spaces import Leaf, rebuild, space_leaves
 from gleanrl.envs.vector import VectorAdapter, VectorResets, vectorised
 
@@ -166,7 +172,7 @@ class TensorVectorEnv(VectorAdapter):
             self._wide = self._reward.double()  # narrowed when the rollout ends
             self._reward_rows = self._wide.unbind(1)
         copy_tensor(self._reward_rows[t], reward, "the vector environment returned rewards")
-        final = infos.get("final_obs")
+        final = entry_of(infos, "final_obs")
         self._with_finals.append(final is not None)
         for writer in self._writers:
             writer.write_step(t, observation, final, done)

@@ -313,6 +313,8 @@ def _check_episodes(frames: TensorDictBase) -> None:
     }
     if missing := [name for name, there in has.items() if not there]:
         raise TensorFileError(f"Minari's episodes need {', '.join(missing)}; the frames have none")
+    if odd := [keys.format_key(key) for key in found if "/" in "".join(key)]:
+        raise TensorFileError(f"rename {', '.join(sorted(odd))}: a slash makes a group in HDF5")
 
 
 class _Files:

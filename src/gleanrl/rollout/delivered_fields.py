@@ -310,8 +310,8 @@ def check_options(
             "'step_count'; pass max_frames_per_traj=0 and let the environment truncate"
         )
     if options.set_truncated and not any(group.truncated for group in groups):
+        found = ", ".join(format_key(key) for group in groups for key in group.keys())
         raise EnvError(
-            "set_truncated=True needs a 'truncated' key, but the environment has only "
-            f"{[format_key(key) for group in groups for key in group.keys()]}; add one with "
-            "env.add_truncated_keys()"
+            f"set_truncated=True needs a 'truncated' key, but the environment has only {found}; "
+            "add one with env.add_truncated_keys()"
         )

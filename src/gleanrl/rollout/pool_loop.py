@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.core.errors import note
+from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
     DONE,
     MASK,
@@ -202,6 +202,11 @@ class PoolLoop(EnvLoop):
         ready = int(log.counts(0).min())
         while ready < goal:
             end = taken + goal - ready
+            if end > log.window.steps:
+                raise EnvError(
+                    "an environment returned an end flag also in steps that only reset it "
+                    "(NEXT_STEP mode), so it makes no transition; return False there"
+                )
             if isinstance(policy, RandomActions):
                 policy.ahead = goal - ready
             taken = next_step(act, step, follow, taken, end, stop)

@@ -24,7 +24,7 @@ from gleanrl.memory.shared import check_memory
 _DEEPEST = 8
 _ANYWHERE = ("cpu", "meta")
 """Devices that every process has."""
-_AROUND = re.compile(r"^((args\[0\]|factory|options)\.)+")
+_AROUND = re.compile(r"^((args\[\d\]|factory|options)\.)+")
 """The way to a worker's record of arguments; users know the arguments in it."""
 
 
@@ -118,9 +118,10 @@ def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME)
         return _dump(Registering(registrations(_dump), script, factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
+        kind = "" if isinstance(cause, _Refused) else f"{type(cause).__name__}: "
         raise ConfigError(
             f"what {worker_name.format(worker)} needs cannot be sent to a process: "
-            f"{where or 'it'} ({type(cause).__name__}: {cause}); make it inside create_env_fn or "
+            f"{where or 'it'} ({kind}{cause}); make it inside create_env_fn or "
             "policy_factory, which run in the worker"
         ) from err
 

@@ -563,8 +563,11 @@ def _is_a(obj: Any, *names: str) -> bool:
 
 def _make(task: Any, parallel: bool, kwargs: Mapping[str, Any]) -> Any:
     if isinstance(task, str):
-        module = _module(task)
-        return (module.parallel_env if parallel else module.env)(**kwargs)
+        make = vars(_module(task)).get("parallel_env" if parallel else "env")
+        if make is None:
+            form = "parallel" if parallel else "turn-based"
+            raise ConfigError(f"{task!r} has no {form} form: pass parallel={not parallel}")
+        return make(**kwargs)
     made = task(**kwargs) if callable(task) else task
     if not is_pettingzoo_env(made) or (made is task and kwargs):
         raise ConfigError(

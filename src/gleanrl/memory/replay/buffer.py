@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, lazy_stack
 from gleanrl.core.errors import ConfigError, ReplayError, for_users
 from gleanrl.core.forks import guarded
 from gleanrl.core.keys import NestedKey, as_key, format_key
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_callables, check_int, seconds
 from gleanrl.memory.replay import saving
 from gleanrl.memory.replay.limiter import RateLimiter
 from gleanrl.memory.replay.row_writers import RoundRobinWriter, Writer, over_rows
@@ -101,6 +101,7 @@ class ReplayBuffer:
         self._storage: Storage = _made(Storage, storage, _default_storage)
         self._sampler: Sampler = _made(Sampler, sampler, RandomSampler)
         self._writer: Writer = _made(Writer, writer, RoundRobinWriter)
+        check_callables(collate_fn=collate_fn, transform=transform)
         self._collate = collate_fn
         self._transforms = [] if transform is None else [_of_samples(transform)]
         self.batch_size = (
@@ -110,12 +111,13 @@ class ReplayBuffer:
         self._pin = pin_memory
         self._generator = generator
         self.limiter = limiter
-        self._dim = self._storage.ndim - 1 if dim_extend is None else dim_extend
+        last = self._storage.ndim - 1
+        self._dim = last if dim_extend is None else check_int("dim_extend", dim_extend)
         self._with_index = isinstance(self._sampler, PrioritizedSampler)
         self._reset_local()
         self._check()
         if lock_timeout is not None:
-            self._storage.lock_timeout = lock_timeout
+            self._storage.lock_timeout = seconds("lock_timeout", lock_timeout)
         if shared:
             self.share()
 
@@ -126,6 +128,8 @@ class ReplayBuffer:
         known = isinstance(given, torch.Generator | None)
         if not known or (given is not None and given.device.type != "cpu"):
             raise ConfigError(f"generator ({given!r:.80}) must be a torch.Generator of the CPU")
+        if not isinstance(self.limiter, RateLimiter | None):
+            raise ConfigError(f"limiter ({self.limiter!r:.80}) must be a RateLimiter")
         if self._pin and isinstance(storage, LazyTensorStorage) and storage.device.type != "cpu":
             raise ConfigError(
                 f"pin_memory=True is for storages on the CPU, not on {storage.device}"
@@ -313,6 +317,7 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Transform) -> ReplayBuffer:
         """Call ``transform`` with every sample, after the existing transforms."""
+        check_callables(transform=transform)
         with self._lock:
             self._transforms.append(_of_samples(transform))
             self._forget()

@@ -59,8 +59,9 @@ class RowLayout:
     @property
     def sharing(self) -> str:
         """Say which arguments of a storage made this layout."""
-        stacks = {stack.key: stack.size for stack in self.stacks if stack.size > 1}
-        return f"compact={_shown(self.once) or False} and stacks={stacks}"
+        once = f"[{_shown(self.once)}]" if self.once else False
+        stacks = (f"{format_key(one.key)}: {one.size}" for one in self.stacks if one.size > 1)
+        return f"compact={once} and stacks={{{', '.join(stacks)}}}"
 
     @property
     def once(self) -> list[Key]:
@@ -377,5 +378,5 @@ def _chosen(
     return chosen
 
 
-def _shown(keys: Any) -> list[str]:
-    return [format_key(key) for key in keys]
+def _shown(keys: Any) -> str:
+    return ", ".join(map(format_key, keys))

@@ -54,14 +54,17 @@ def write(
         sampling: Returns the states of sampler and generator; called after rows were written.
 
     Raises:
-        ConfigError: the storage is a list of objects, or ``path`` has a ``meta.json`` of another
-            program.
+        ConfigError: the storage is a list of objects, or ``path`` cannot be made or has a
+            ``meta.json`` of another program.
         OSError: the disk is full; the dump of an earlier call stays.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
     root = Path(path)
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as err:
+        raise ConfigError(f"{root} cannot be made: {err.strerror or err}") from err
     with locked(root) as alone:
         if (root / META).exists() and _current_folder(root) is None:
             raise ConfigError(f"{root / META} is none of dumps(): choose another directory")

@@ -42,7 +42,8 @@ class Stack:
         field = fields.get(key)
         if field is None:
             raise ConfigError(
-                f"stacks names {format_key(key)}, and the data have {[*map(format_key, fields)]}"
+                f"stacks names {format_key(key)}, and the data have "
+                f"{', '.join(map(format_key, fields))}"
             )
         shape = field.shape
         if isinstance(size, int) and size > 1 and field.nbytes and shape:
