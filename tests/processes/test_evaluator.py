@@ -388,8 +388,8 @@ def test_evaluation_beside_collection_in_the_background():
             policy.set(wage)
             collector.update_policy_weights_()
             evaluator.trigger_eval(policy)
-            before = len(buffer)
-            rig.until(lambda before=before: len(buffer) > before)
+            before = buffer.write_count
+            rig.until(lambda before=before: buffer.write_count > before)
             assert evaluator.wait().mean == 4 * wage
 
 

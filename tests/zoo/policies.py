@@ -1080,15 +1080,6 @@ add(
 )
 
 
-@policy("ConsistentDropout", draws=True, mixes=True)
-def _(env: Environment) -> Any:
-    net = body(env)
-    drop = rl.ConsistentDropoutModule(0.5, ["hidden", "kept"], input_shape=(*env.batch, 8))
-    return Seq(
-        mod(net[:-1], env.obs, "hidden"), drop, mod(net[-1], "hidden", "logits"), chooser(env)
-    )
-
-
 @policy("gSDE", both(pushes, vector), draws=True, is_init=True, mixes=True)
 def _(env: Environment) -> Any:
     return Seq(GSDE(env))
