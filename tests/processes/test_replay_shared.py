@@ -350,6 +350,25 @@ def test_a_death_inside_the_lock_is_repaired_by_the_next(change):
     raise AssertionError("it never got to the end")
 
 
+class Overtaken(LazyTensorStorage):
+    """A writer begins to overwrite the oldest row while a reader looks for complete rows."""
+
+    writing = None
+
+    def frames_of(self, slots):
+        if self.writing is None:
+            self.writing = self.ring.append(1, 1)
+            self.writing.__enter__()
+        return super().frames_of(slots)
+
+
+def test_all_rows_are_those_that_no_writer_has_begun_to_overwrite():
+    rb = ReplayBuffer(storage=Overtaken(4), shared=True)
+    rb.extend(rows(1, 0, 4))
+    assert rb[:]["number"].tolist() == rows(1, 1, 3)["number"].tolist()
+    rb.storage.writing.__exit__(None, None, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("once", ONCE, ids=["compact", "stacks"])
 def test_a_death_while_parts_are_stored_is_repaired(once):

@@ -286,3 +286,18 @@ def test_zeros_of_a_primer_are_given():
     with Collector(pendulum(), policy, frames_per_batch=20, total_frames=20) as collector:
         cnt = next(iter(collector))["cnt"].squeeze(-1)
     assert cnt.tolist() == [*range(7), *range(7), *range(6)]
+
+
+def test_a_primer_of_an_entry_that_the_policy_does_not_read_changes_nothing():
+    """A critic or a model of the world beside the actor, say."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.critic, self.actor = Primed(default_value=3.0), nn.Linear(3, 1)
+
+        def forward(self, observation):
+            return self.actor(observation)
+
+    with Collector(pendulum(), Both(), frames_per_batch=20) as collector:
+        assert "cnt" not in next(iter(collector))

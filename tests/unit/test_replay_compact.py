@@ -367,3 +367,15 @@ def test_a_state_whose_lost_rows_point_to_nothing_loads():
     state["storage"]["stamps"][2] = 0
     target.load_state_dict(state)
     same(target[:], source[[0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [torch.zeros(5, 0), torch.randn(5, 8, dtype=torch.complex64).conj()],
+    ids=["empty", "conjugate"],
+)
+def test_entries_without_bits_of_their_own(seen):
+    data = TensorDict({"seen": seen[:-1], "next": {"seen": seen[1:]}}, [4])
+    rb = ReplayBuffer(storage=LazyTensorStorage(4, compact=["seen"]))
+    rb.extend(data)
+    assert (rb[:] == data).all()

@@ -99,7 +99,8 @@ TEXTS: Mapping[str, Mapping[str, str]] = {
         "themselves; the collector shares it if necessary. A `Recorder` writes the frames to disk.",
         "extend_buffer": "Store whole batches; ``False`` stores step by step with ``add``, one "
         "element per step and worker. In a storage of ``[env, time]`` both are the same.",
-        "trajs_per_write": "With a replay buffer: most whole trajectories per write, 1 by default.",
+        "trajs_per_write": "With a replay buffer: at most so many whole trajectories per "
+        "write, 1 by default.",
     },
     "Devices": {
         "device": "The value of each of the three below that is not given. Each of the four is one "

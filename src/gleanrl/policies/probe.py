@@ -494,7 +494,7 @@ def _first_state(
     The policy's ``state_shapes`` declare them; or its modules, as TorchRL's do, by primers; or they
     are those of the cell or LSTM inside. A policy that reads ``"is_init"`` may make its own.
     """
-    primed = _primed(policy, states, given)
+    primed = _primed(policy, adapted, states, given)
     if not states:
         return {}
     shapes = {
@@ -513,13 +513,13 @@ def _first_state(
 
 
 def _primed(
-    policy: Any, states: Container[Key], given: Container[Key]
+    policy: Any, adapted: Adapted, states: Container[Key], given: Container[Key]
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the states that modules describe by primers, as TorchRL's do.
 
     Raises:
-        PolicyError: an entry of a primer, which the environment does not give, is no state, or an
-            episode begins with another value of it than zeros.
+        PolicyError: the policy may read an entry of a primer that the environment does not give,
+            and it is no state, or an episode begins with another value of it than zeros.
     """
     shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     for module in modules_of(policy):
@@ -534,7 +534,7 @@ def _primed(
             if key in states and not callable(first) and not torch.as_tensor(first).any():
                 spec = primer.primers[name]
                 shapes.setdefault(key, (tuple(spec.shape), spec.dtype))
-            elif key not in given:
+            elif key not in given and _reads(adapted, key):
                 raise unprimed(key, module)
     return shapes
 

@@ -524,10 +524,11 @@ def _select(storage: Storage, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not storage.ring.ready:
         raise empty_error(storage)
     if isinstance(index, slice):
-        slots = np.flatnonzero(storage.ring.sequence[: storage.ring.top] > 0)
-        places = storage.frames_of(torch.from_numpy(slots))
+        # Read once: a writer may begin to overwrite a row that was complete.
+        numbers = np.positive(storage.ring.sequence[: storage.ring.top])
+        places = storage.frames_of(torch.from_numpy(np.flatnonzero(numbers > 0)))
         places = places[torch.arange(len(places))[index]]
-        return places, storage.sequence_of(places)
+        return places, torch.from_numpy(numbers)[storage.slots_of(places)]
     if isinstance(index, int) and index < 0:
         index += len(storage)
     places = to_storage_index(storage, index)

@@ -375,7 +375,7 @@ def _chosen(
             "with compact_obs=False (the storage keeps each observation once by itself), or store "
             "with compact=False"
         )
-    return chosen
+    return tuple(key for key in chosen if fields[key].nbytes)
 
 
 def _shown(keys: Any) -> str:

@@ -85,7 +85,7 @@ class Stack:
 
     def split(self, values: torch.Tensor) -> Any:
         """Return the frames of stacks ``[..., *shape]`` as words, ``[n, size, words]``."""
-        values = values.detach().cpu()
+        values = values.detach().cpu().resolve_conj().resolve_neg()
         if self.last:
             values = torch.stack(values.unbind(-1), values.ndim - len(self.fields[0].shape))
         return words(values.reshape(-1, self.size, *self.frame[0]))
