@@ -79,7 +79,9 @@ def _buffers() -> dict[str, Callable[[], gleanrl.ReplayBuffer]]:
         "rows": make(lambda: tensors(size), generator=torch.Generator()),
         "shared": make(lambda: tensors(size), shared=True),
         "env, time": make(lambda: tensors(size, ndim=2), lambda: once()),
-        "compact": make(lambda: tensors(size, compact=["observation"]), lambda: prioritized(size, 0.7, 0.5)),
+        "compact": make(
+            lambda: tensors(size, compact=["observation"]), lambda: prioritized(size, 0.7, 0.5)
+        ),
         "memmap": make(lambda: gleanrl.LazyMemmapStorage(size), lambda: slices(slice_len=2)),
         "best": make(
             lambda: tensors(size), writer=lambda: TensorDictMaxValueWriter(("next", "reward"))

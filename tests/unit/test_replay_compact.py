@@ -308,6 +308,15 @@ def test_entries_can_be_chosen():
         same(rb[:], data)
 
 
+def test_observations_that_are_smaller_than_their_places_stay_as_they_are():
+    seen = torch.randn(9, 4)
+    data = TensorDict({"seen": seen[:-1], "next": {"seen": seen[1:]}}, [8])
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, compact=True))
+    rb.extend(data)
+    assert rb.storage.rows.layout.once == []
+    same(rb[:], data)
+
+
 def test_what_cannot_be_compact_is_named():
     data = Envs(1).take(0, 8)
     without = data.exclude(("next", "observation"))

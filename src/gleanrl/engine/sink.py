@@ -98,7 +98,7 @@ class _BufferSink(Sink):
         if num_envs == 1 or self._apart:
             return
         follow = f"rows of {num_envs} environments follow one another there"
-        # Neither is public.
+        # TorchRL shows neither the transform nor the sampler in public.
         name = over_rows(getattr(self._buffer, "_transform", None))
         sampler = getattr(self._buffer, "_sampler", None)
         if name is not None:

@@ -56,7 +56,8 @@ def check_flag(flag: Any, env: int, name: str) -> bool:
 def check_rewards(rewards: Sequence[Sequence[Any]], when: str, tensors: bool) -> Array:
     """Return ``rewards``, per step one of each environment, as one array ``[T, P]``.
 
-    Without ``tensors``, these are refused: nobody copied them, and they may have been used again.
+    Without ``tensors``, tensors are refused, because an environment may have written a later reward
+    into the memory of an earlier one.
     """
     steps, envs = len(rewards), len(rewards[0])
     if _PLAIN_NUMBERS.issuperset(map(type, chain.from_iterable(rewards))):

@@ -27,7 +27,7 @@ from gleanrl.memory.tensordicts import tensordict_over
 
 
 class EnvRows(Resumable):
-    """``P`` environments that step at once, into rows: the base of all that do.
+    """``P`` environments that step at once, into rows: the base class of all of these.
 
     A step makes exactly one real transition of each, and ends with the resets of those that ended,
     whose final observations it has written under ``"next"``; a `NextStepPool` differs in that. A
@@ -130,27 +130,27 @@ class EnvRows(Resumable):
         return False
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for news of other processes, at most so many ``seconds``: of none here."""
+        """Wait for news of other processes, at most ``seconds``; here no other process steps."""
 
     def complete(self, t: int) -> Sequence[int]:
         """Wait for the end of step ``t``, after `post`; return what `step` returns."""
         return self._ended
 
     def settle(self) -> None:
-        """Wait for the end of a reset that goes on in another process: of none here."""
+        """Wait for the end of a reset in another process; here no other process resets."""
 
     def keep(self, t: int) -> None:
-        """Write data of step ``t`` that `finish` would write, if it is not called: here none."""
+        """Write data of step ``t`` that `finish` would write, if it is not called; here nothing."""
 
     def finish(self, steps: int) -> None:
-        """Write data that are cheaper in bulk, of ``steps`` steps since `begin`: here none."""
+        """Write data that are cheaper in bulk, of ``steps`` steps since `begin`; here nothing."""
 
     @abc.abstractmethod
     def seed(self, seed: int, static: bool = False) -> int:
         """Seed every environment (from its next reset on); return the last seed used."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state that must survive a restart (of transforms, for example): here none."""
+        """Return the state that must survive a restart (of transforms, say); here nothing."""
         return {}
 
     def load_state(self, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -181,7 +181,7 @@ def make_vector(env: Any, options: SourceOptions) -> VectorAdapter:
         options: How data are stored, and whether an EnvPool may be called otherwise than as it is.
 
     Returns:
-        A dense one in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
+        A `DenseVectorEnv` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
     """
     if is_envpool(env):
         return NextStepPool(EnvPoolResets(env, options), options)

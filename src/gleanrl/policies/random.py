@@ -27,7 +27,8 @@ class RandomPolicy:
 
         Args:
             action_spec: A spec of one action, of a whole batch of them, or a composite of specs by
-                action key; anything with ``shape`` and ``rand(shape)``.
+                action key; anything with ``shape`` and ``rand(shape)``. A shape that begins with
+                the batch dimensions of the TensorDict is that of a whole batch.
             action_key: Entry of the action; a composite has keys of its own.
 
         Raises:

@@ -357,8 +357,8 @@ def _chosen(
         and (after.shape, after.dtype) == (field.shape, field.dtype)
     ]
     if isinstance(compact, bool):
-        large = [key for key in twins if fields[key].nbytes > _POINTER_NBYTES]
-        chosen = tuple(key for key in large if key[-1] not in END_FLAGS)
+        # A single number, such as a step count, is no observation.
+        chosen = tuple(k for k in twins if fields[k].nbytes > 8 and k[-1] not in END_FLAGS)
     else:
         chosen = tuple(key for key in map(as_key, compact) if key not in pointed)
         for key in chosen:
@@ -370,12 +370,12 @@ def _chosen(
                 )
     if not chosen and not pointed:
         raise ConfigError(
-            "a compact storage needs observations together with their successors under 'next', of "
-            f"more than {_POINTER_NBYTES} bytes; the data have {_shown(fields)}. Collect "
-            "with compact_obs=False (the storage keeps each observation once by itself), or store "
-            "with compact=False"
+            "a compact storage needs observations together with their successors under 'next'; the "
+            f"data have {_shown(fields)}. Collect with compact_obs=False (the storage keeps each "
+            "observation once by itself), or store with compact=False"
         )
-    return tuple(key for key in chosen if fields[key].nbytes)
+    least = _POINTER_NBYTES if compact is True else 0
+    return tuple(key for key in chosen if fields[key].nbytes > least)
 
 
 def _shown(keys: Any) -> str:

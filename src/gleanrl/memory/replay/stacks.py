@@ -1,4 +1,4 @@
-"""Entries of which equal ones are stored once, and stacks of frames, of which equal frames are."""
+"""Entries, and frames of stacks, of which equal ones are stored once."""
 
 from __future__ import annotations
 
