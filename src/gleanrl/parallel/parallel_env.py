@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import cloudpickle
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
+from gleanrl.core.by_value import ByValue
 from gleanrl.core.errors import (
     ClosedError,
     CollectorTimeout,
@@ -268,11 +268,10 @@ class ParallelEnv(RowEnv, Verifiable):
                 "a ParallelEnv that has been started cannot be sent to another process; send it "
                 "before its first use, or a callable that makes one"
             )
-        # By value: lambdas and functions of a script must reach processes that cannot import them.
-        return {"made_by": cloudpickle.dumps(self.__dict__)}
+        return {"made_by": ByValue(self.__dict__)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(cloudpickle.loads(state["made_by"]))
+        self.__dict__.update(state["made_by"].value)
 
     # -- stepping --------------------------------------------------------------------------------
 
@@ -474,9 +473,8 @@ class EnvCreator:
         return self._meta_data
 
     def __getstate__(self) -> dict[str, Any]:
-        # By value: lambdas and functions of a script must reach processes that cannot import them.
-        return {"made_by": cloudpickle.dumps((self._make, self._kwargs))}
+        return {"made_by": ByValue((self._make, self._kwargs))}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._make, self._kwargs = cloudpickle.loads(state["made_by"])
+        self._make, self._kwargs = state["made_by"].value
         self._meta_data = None

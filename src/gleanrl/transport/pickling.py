@@ -16,10 +16,12 @@ import cloudpickle
 import torch
 from torch import nn
 
+from gleanrl.core.by_value import ByValue
 from gleanrl.core.errors import WORKER_NAME, ConfigError
 from gleanrl.core.protocols import Source, SourceFactory
 from gleanrl.envs.registrations import Registrations, registrations
 from gleanrl.memory.shared import check_memory
+from gleanrl.transport.shared_tensors import by_reference
 
 _DEEPEST = 8
 _ANYWHERE = ("cpu", "meta")
@@ -60,6 +62,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no stubs
     """Pickles functions and classes of the script by value, and tensors of any dtype."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is ByValue:
+            return ByValue, (obj.value,)
         if type(obj) is torch.Tensor and obj.dtype in _NOT_LOADED and obj.device.type == "cpu":
             return torch.from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
@@ -96,9 +100,25 @@ class _Capturing(_Pickler):
         return super().reducer_override(obj)
 
 
-def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME) -> list[bytes]:
-    """Return the factory of every worker as bytes."""
-    first = pickled(0, factories[0], worker_name)
+class _Sharing(_Capturing):
+    """Has tensors in shared memory, except those of modules, stay shared with the worker.
+
+    Weights of a module in a worker are those of one version, so a worker has copies.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        own = type(obj) is torch.Tensor and id(obj) not in self._of_modules
+        if own and obj.device.type == "cpu" and obj.is_shared():
+            return by_reference(obj) or reduced
+        return reduced
+
+
+def pickled_each(
+    factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME, *, here: bool
+) -> list[bytes]:
+    """Return the factory of every worker as bytes; ``here``: the workers are on this machine."""
+    first = pickled(0, factories[0], worker_name, here=here)
     count = len(factories)
     advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"
     check_memory(
@@ -107,15 +127,18 @@ def pickled_each(factories: Sequence[SourceFactory], worker_name: str = WORKER_N
         advice,
         "memory",
     )
-    rest = (pickled(worker, factory) for worker, factory in enumerate(factories) if worker)
+    rest = (pickled(n, factory, worker_name, here=here) for n, factory in enumerate(factories) if n)
     return [first, *rest]
 
 
-def pickled(worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME) -> bytes:
+def pickled(
+    worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME, *, here: bool
+) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
         script = types.FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
-        return _dump(Registering(registrations(_dump), script, factory))
+        dump = functools.partial(dumps, pickler=_Sharing if here else _Capturing)
+        return dump(Registering(registrations(dump), script, factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)
         kind = "" if isinstance(cause, _Refused) else f"{type(cause).__name__}: "

@@ -1,0 +1,63 @@
+"""Tensors in shared memory that stay shared with worker processes of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+
+
+def by_reference(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return a function, and arguments, that make ``tensor`` over the same memory in a worker.
+
+    ``None`` if torch did not share it by a file descriptor (``tensor.share_memory_()``). This
+    process has to keep the tensor until the worker has called the function.
+    """
+    if get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]  # torch's
+        return None
+    file, nbytes = tensor.untyped_storage()._share_fd_cpu_()
+    if file < 0:  # a mapped file
+        return None
+    place = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _mapped, (os.getpid(), file, _identity(file), nbytes, *place)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """Return numbers that no other open file has."""
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino
+
+
+def _mapped(
+    process: int,
+    file: int,
+    identity: tuple[int, int],
+    nbytes: int,
+    dtype: torch.dtype,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """Return a tensor over the memory of ``file``, which ``process`` has open.
+
+    Raises:
+        RuntimeError: it has not, any more.
+    """
+    try:
+        own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    except OSError as err:
+        raise RuntimeError(
+            f"a tensor in shared memory cannot be opened, because process {process} has ended, has "
+            f"freed it, or forbids that ({err})"
+        ) from err
+    try:
+        if _identity(own) != identity:
+            raise RuntimeError(f"a tensor in shared memory was freed by process {process}")
+        make: Any = torch.UntypedStorage
+        storage = make._new_shared_fd_cpu(own, nbytes)  # as torch.multiprocessing does
+    finally:
+        os.close(own)
+    return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(stride))
