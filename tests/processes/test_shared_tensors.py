@@ -122,3 +122,22 @@ def test_a_shared_tensordict_stays_shared():
         for _ in collector:
             pass
     assert counts["a", "b"].tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).share_memory_().conj(),
+        torch.ones(0).share_memory_(),
+        torch.ones(2).share_memory_().requires_grad_(),
+    ],
+    ids=["sparse", "conjugate", "empty", "leaf"],
+)
+def test_tensors_that_are_more_than_memory_are_copied(given):
+    def make(other=given):
+        assert (other.layout, other.shape) == (given.layout, given.shape)
+        return gym.make("CartPole-v1")
+
+    with MultiSyncCollector([make], None, frames_per_batch=4, total_frames=4) as collector:
+        assert len(list(collector)) == 1

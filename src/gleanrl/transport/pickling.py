@@ -108,8 +108,7 @@ class _Sharing(_Capturing):
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
-        own = type(obj) is torch.Tensor and id(obj) not in self._of_modules
-        if own and obj.device.type == "cpu" and obj.is_shared():
+        if type(obj) is torch.Tensor and id(obj) not in self._of_modules:
             return by_reference(obj) or reduced
         return reduced
 

@@ -13,9 +13,15 @@ from torch.multiprocessing import get_sharing_strategy
 def by_reference(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a function, and arguments, that make ``tensor`` over the same memory in a worker.
 
-    ``None`` if torch did not share it by a file descriptor (``tensor.share_memory_()``). This
-    process has to keep the tensor until the worker has called the function.
+    ``None`` if it is not in shared memory that has a file descriptor (``share_memory_()``), or if
+    it is more than memory: a leaf with gradients, quantized, nested or conjugate. This process has
+    to keep the tensor until the worker has called the function.
     """
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        return None
+    more = tensor.requires_grad, tensor.is_quantized, tensor.is_conj(), tensor.is_neg()
+    if any(more) or not tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
+        return None
     if get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]  # torch's
         return None
     file, nbytes = tensor.untyped_storage()._share_fd_cpu_()
