@@ -138,10 +138,10 @@ def test_buffers_travel_from_any_device_and_captured_tensors_do_not(monkeypatch)
         captured = None
 
     policy = Policy(3, device="meta")
-    assert pickling.pickled(0, builder(0, 1, policy), here=True)
+    assert pickling.pickled(0, builder(0, 1, policy))
     policy.captured = torch.zeros(3, device="meta")
     with pytest.raises(ConfigError, match=r"policy\.captured .* on meta: move it"):
-        pickling.pickled(0, builder(0, 1, policy), here=True)
+        pickling.pickled(0, builder(0, 1, policy))
 
 
 SCRIPT = """

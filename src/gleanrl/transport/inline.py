@@ -55,7 +55,7 @@ class InlineBackend:
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         if self._apart:
-            blobs = [pickled(index, factory, here=True) for index, factory in enumerate(factories)]
+            blobs = [pickled(index, factory) for index, factory in enumerate(factories)]
             factories = [cloudpickle.loads(blob) for blob in blobs]
         for index, factory in enumerate(factories):
             try:

@@ -114,7 +114,7 @@ class _Sharing(_Capturing):
 
 
 def pickled_each(
-    factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME, *, here: bool
+    factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME, *, here: bool = True
 ) -> list[bytes]:
     """Return the factory of every worker as bytes; ``here``: the workers are on this machine."""
     first = pickled(0, factories[0], worker_name, here=here)
@@ -131,7 +131,7 @@ def pickled_each(
 
 
 def pickled(
-    worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME, *, here: bool
+    worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME, *, here: bool = True
 ) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:

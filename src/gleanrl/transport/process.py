@@ -121,7 +121,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        waiting = deque(pickled_each(factories, self.worker_name, here=True))
+        waiting = deque(pickled_each(factories, self.worker_name))
         self._factories = list(waiting) if self._replaces else []
         self.pids = [0] * len(waiting)
         for worker in range(len(waiting)):
