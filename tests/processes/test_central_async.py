@@ -172,21 +172,25 @@ def value(fails_at=None):
     return TensorDictModule(Value(fails_at), ["observation"], ["action"])
 
 
+def of_values(apart, **options):
+    envs = ["Pendulum-v1"] * 3
+    options |= {"policy_factory": value, "policy_process": apart}
+    return MultiAsyncCollector(envs, inference="central", **options)
+
+
+def send_next(policy, collector):
+    with torch.no_grad():
+        policy.module.weight += 1
+    collector.update_policy_weights_(policy)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 1}])
 @pytest.mark.parametrize("apart", [None, False])
 def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apart, options):
     policy, seen = value(), set()
-    with MultiAsyncCollector(
-        ["Pendulum-v1"] * 3,
-        policy_factory=value,
-        inference="central",
-        policy_process=apart,
-        frames_per_batch=7,
-        total_frames=-1,
-        track_policy_version=True,
-        **options,
-    ) as collector:
+    options = {**options, "total_frames": -1, "track_policy_version": True}
+    with of_values(apart, frames_per_batch=7, **options) as collector:
         for batch in collector:
             versions = batch["policy_version"]
             assert torch.equal(batch["action"][:, 0], versions.float())
@@ -195,29 +199,17 @@ def test_the_version_of_every_frame_is_that_of_the_weights_it_was_made_with(apar
             assert stats["lag"] == stats["policy_version"] - min(versions)
             if max(seen) >= 30:
                 break
-            with torch.no_grad():
-                policy.module.weight += 1
-            collector.update_policy_weights_(policy)
+            send_next(policy, collector)
 
 
 @pytest.mark.parametrize("apart", [None, False])
 def test_batches_of_older_weights_than_allowed_are_discarded_and_counted(apart):
     policy, learner = value(), 0
-    with MultiAsyncCollector(
-        ["Pendulum-v1"] * 3,
-        policy_factory=value,
-        inference="central",
-        policy_process=apart,
-        frames_per_batch=6,
-        total_frames=240,
-        max_lag=1,
-    ) as collector:
+    with of_values(apart, frames_per_batch=6, total_frames=240, max_lag=1) as collector:
         for batch in collector:
             assert learner - int(batch["action"].min()) <= 1
             learner += 1
-            with torch.no_grad():
-                policy.module.weight += 1
-            collector.update_policy_weights_(policy)
+            send_next(policy, collector)
         stats = collector.stats()
     assert stats["frames"] == 240
     assert stats["lag_max"] <= 1

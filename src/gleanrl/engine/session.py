@@ -617,7 +617,7 @@ class Session:
             self.note(counter, text)
 
     def note(self, counter: str, text: str) -> None:
-        """Keep what was survived for a collector around this one, or warn of it."""
+        """Keep a survived failure for a collector around this one; warn of it unless that does."""
         self.mishaps.append((counter, text))
         if self.warns:
             warn(text)

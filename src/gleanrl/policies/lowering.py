@@ -41,6 +41,7 @@ from gleanrl.operations.proofs import (
 from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.probe import PolicyTrace, Unit
+from gleanrl.policies.random import missing_batch
 from gleanrl.policies.submodules import units_of
 
 Tensor: TypeAlias = torch.Tensor
@@ -302,8 +303,7 @@ class _Recording:
         cell = value.detach().clone(memory_format=torch.contiguous_format)
         self._ops.changing([cell])
         mark = self._ops.mark()
-        batch = self._policy.batch_shape
-        lead = () if tuple(spec.shape[: len(batch)]) == batch else batch
+        lead = missing_batch(spec, self._policy.batch_shape)
         self._ops.add(partial(_draw_into, cell, partial(spec.rand, lead)))
         self._prove_equal(policy, (), {key: cell}, self._ops.calls(mark))
         return {key: cell}

@@ -54,15 +54,18 @@ class RandomPolicy:
                 "RandomPolicy() has no action_spec to draw from; pass one to call it, or give it "
                 "to a collector as it is"
             )
-        batch = tuple(tensordict.batch_size)
-        has_batch = tuple(spec.shape[: len(batch)]) == batch
-        drawn = spec.rand(() if has_batch else batch)
+        drawn = spec.rand(missing_batch(spec, tuple(tensordict.batch_size)))
         if isinstance(drawn, TensorDictBase):
             return tensordict.update(drawn)
         return tensordict.set(self.action_key, drawn)
 
     def __repr__(self) -> str:
         return f"RandomPolicy({self.action_spec!r}, action_key={self.action_key!r})"
+
+
+def missing_batch(spec: Any, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``batch``, or ``()`` if ``spec`` is that of a whole batch."""
+    return () if tuple(spec.shape[: len(batch)]) == batch else batch
 
 
 class RandomActions:

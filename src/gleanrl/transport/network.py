@@ -355,7 +355,7 @@ class NetworkBackend(ChannelBackend[Node]):
     # -- start -----------------------------------------------------------------------------------
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
-        self._factories = pickled_each(factories, here=False)
+        self._factories = pickled_each(factories, same_machine=False)
         self.admitter.launch_first(len(factories))
         self._poller.register(self.admitter.bell, select.EPOLLIN)
         deadline = Deadline(self._start_timeout)

@@ -114,11 +114,11 @@ class _Sharing(_Capturing):
 
 
 def pickled_each(
-    factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME, *, here: bool = True
+    factories: Sequence[SourceFactory], worker_name: str = WORKER_NAME, *, same_machine: bool = True
 ) -> list[bytes]:
-    """Return the factory of every worker as bytes; ``here``: the workers are on this machine."""
-    first = pickled(0, factories[0], worker_name, here=here)
-    count = len(factories)
+    """Return the factory of every worker as bytes; on the ``same_machine`` they share memory."""
+    dump = functools.partial(pickled, worker_name=worker_name, same_machine=same_machine)
+    first, count = dump(0, factories[0]), len(factories)
     advice = "use fewer workers, or load large data inside create_env_fn and policy_factory"
     check_memory(
         2 * count * len(first),
@@ -126,17 +126,20 @@ def pickled_each(
         advice,
         "memory",
     )
-    rest = (pickled(n, factory, worker_name, here=here) for n, factory in enumerate(factories) if n)
-    return [first, *rest]
+    return [first, *(dump(worker, factory) for worker, factory in enumerate(factories) if worker)]
 
 
 def pickled(
-    worker: int, factory: SourceFactory, worker_name: str = WORKER_NAME, *, here: bool = True
+    worker: int,
+    factory: SourceFactory,
+    worker_name: str = WORKER_NAME,
+    *,
+    same_machine: bool = True,
 ) -> bytes:
     """Return ``factory`` as bytes, with the Gymnasium environments registered here."""
     try:
         script = types.FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
-        dump = functools.partial(dumps, pickler=_Sharing if here else _Capturing)
+        dump = functools.partial(dumps, pickler=_Sharing if same_machine else _Capturing)
         return dump(Registering(registrations(dump), script, factory))
     except Exception as err:  # of the user's objects
         where, cause = _culprit(factory, err)

@@ -50,7 +50,7 @@ def _mapped(
     """Return a tensor over the memory of ``file``, which ``process`` has open.
 
     Raises:
-        RuntimeError: it has not, any more.
+        RuntimeError: ``process`` has ended, has closed the file, or forbids to open it.
     """
     try:
         own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
