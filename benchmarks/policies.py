@@ -68,6 +68,22 @@ def _policy(
     )
 
 
+def atari_net() -> nn.Module:
+    """Return the network of TorchRL's ``dqn_atari``, for stacks of four 84x84 images."""
+    from torchrl.modules import MLP, ConvNet
+
+    seen = ConvNet(4, None, [32, 64, 64], [8, 4, 3], [4, 2, 1], activation_class=nn.ReLU)
+    return nn.Sequential(seen, MLP(3136, 6, num_cells=[512], activation_class=nn.ReLU))
+
+
+def values_of_pixels(net: nn.Module) -> Any:
+    """Return the policy of TorchRL's ``dqn_atari``: the action with the largest value."""
+    from torchrl.data import Categorical, Composite
+    from torchrl.modules import QValueActor
+
+    return QValueActor(net, in_keys=["pixels"], spec=Composite(action=Categorical(6)))
+
+
 def distribution(kind: str) -> type[Any]:
     """Return a diagonal normal: TorchRL's (``normal``, ``tanh``) or one of the user's (``own``)."""
     if kind == "own":

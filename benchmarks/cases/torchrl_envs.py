@@ -32,6 +32,7 @@ def all_cases() -> list[Case]:
         cartpole("around", 20.0),
         parallel(),
         pong(),
+        atari(),
     ]
 
 
@@ -184,3 +185,54 @@ def pong() -> Case:
             Reference("hand loop", lambda: hand.grey_stacks(factory, ALONE), 0.6),
         ],
     )
+
+
+def atari() -> Case:
+    """Eight environments and the policy, as TorchRL's script ``dqn_atari`` makes them."""
+    from torchrl.envs import SerialEnv
+
+    count, steps = 8, 16
+    factories = envs.seeded(envs.pong_in_colour, count)
+    net = policies.atari_net()
+    policy = policies.values_of_pixels(net)
+
+    def member(factory: Any) -> Any:
+        from torchrl.envs import GymWrapper
+
+        env = GymWrapper(
+            factory(), from_pixels=True, pixels_only=False, categorical_action_encoding=True
+        )
+        return transformed(env, _dqn_atari)
+
+    def make() -> Any:
+        makers = [partial(member, factory) for factory in factories]
+        return SerialEnv(len(makers), makers, use_buffers=True)
+
+    frames = count * steps
+    return Case(
+        "torchrl-atari",
+        "TorchRL SerialEnv of ALE/Pong-v5 x8, transforms and network of TorchRL's dqn_atari",
+        lambda: ours.inline(make(), policy, frames),
+        [
+            Reference("TorchRL Collector", lambda: peers.torchrl(make(), policy, frames), 2.5),
+            Reference("hand loop", lambda: hand.prepared_atari(factories, net, steps)),
+        ],
+    )
+
+
+def _dqn_atari() -> list[Any]:
+    from torchrl import envs as rl
+
+    return [
+        rl.NoopResetEnv(noops=30, random=True),
+        rl.EndOfLifeTransform(),
+        rl.SignTransform(in_keys=["reward"]),
+        rl.ToTensorImage(),
+        rl.GrayScale(),
+        rl.Resize(84, 84),
+        rl.CatFrames(N=4, dim=-3),
+        rl.RewardSum(),
+        rl.StepCounter(max_steps=4500),
+        rl.DoubleToFloat(),
+        rl.VecNorm(in_keys=["pixels"]),
+    ]

@@ -256,6 +256,65 @@ def grey_stacks(factory: EnvFactory, steps: int) -> System:
     return System(collect, end=env.close)
 
 
+def prepared_atari(factories: Sequence[EnvFactory], net: nn.Module, steps: int) -> System:
+    """Return a loop of DQN whose images are prepared as in TorchRL's ``dqn_atari.py``.
+
+    The arithmetic is that of ``ToTensorImage``, ``GrayScale``, ``Resize``, ``CatFrames`` and
+    ``VecNorm``, into the same memory at every step. Action values are kept.
+    """
+    envs = [factory() for factory in factories]
+    count, lives = len(envs), [env.unwrapped.ale.lives for env in envs]  # type: ignore[attr-defined]
+    images = torch.stack([torch.as_tensor(env.reset()[0]) for env in envs])
+    scaled = images.permute(0, 3, 1, 2).div(255)
+    red, green, blue = scaled.numpy().swapaxes(0, 1)
+    shades = [np.zeros_like(red, order="C") for _ in range(2)]
+    small, stacks = torch.zeros(count, 1, 84, 84), torch.zeros(count, 4, 84, 84)
+    sums, squares, seen = torch.zeros_like(stacks), torch.zeros_like(stacks), 0.0
+    rows, following = torch.zeros(steps + 1, *stacks.shape), torch.zeros(steps, *stacks.shape)
+    rewards, flags = torch.zeros(steps, count), torch.zeros(steps, 4, count, dtype=torch.bool)
+    values, actions = torch.zeros(steps, count, 6), torch.zeros(steps, count, dtype=torch.int64)
+
+    def prepare() -> torch.Tensor:
+        nonlocal seen
+        torch.div(images.permute(0, 3, 1, 2), 255, out=scaled)
+        np.multiply(red, 0.2989, shades[0])
+        for colour, weight in ((green, 0.587), (blue, 0.114)):
+            np.multiply(colour, weight, shades[1])
+            np.add(shades[0], shades[1], shades[0])
+        grey = torch.from_numpy(shades[0])[:, None]
+        torch.ops.aten._upsample_bilinear2d_aa.out(grey, [84, 84], False, out=small)
+        stacks[:, :3] = stacks[:, 1:].clone()
+        stacks[:, 3:] = small
+        seen = seen * 0.9999 + 1
+        sums.mul_(0.9999).add_(stacks)
+        squares.mul_(0.9999).addcmul_(stacks, stacks)
+        mean = sums / seen
+        return (stacks - mean).div_((squares / seen - mean * mean).clamp_min_(1e-4).sqrt_())
+
+    def collect() -> int:
+        rows[0] = rows[steps]
+        for t in range(steps):
+            with torch.no_grad():
+                values[t] = net(rows[t])
+            actions[t] = values[t].argmax(-1)
+            left = [one() for one in lives]
+            for index, (env, action) in enumerate(zip(envs, actions[t].tolist(), strict=True)):
+                image, reward, dead, late, _ = env.step(action)
+                images[index], rewards[t, index] = torch.from_numpy(image), np.sign(reward)
+                fewer = lives[index]() < left[index]
+                flags[t, :, index] = torch.tensor((dead or late, dead, late, fewer))
+            following[t] = rows[t + 1] = prepare()
+            for index in flags[t, 0].nonzero().flatten().tolist():
+                images[index] = torch.as_tensor(envs[index].reset()[0])
+        return steps * count
+
+    def end() -> None:
+        for env in envs:
+            env.close()
+
+    return System(collect, end=end)
+
+
 def hand_loop(factories: Sequence[EnvFactory], steps: int, actor: Actor) -> System:
     """Return the tightest loop we can write that delivers the fields of a dense batch."""
     envs = [factory() for factory in factories]

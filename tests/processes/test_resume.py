@@ -79,22 +79,27 @@ def test_environments_in_environments_continue(kind, fast):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_transforms_of_torchrl_continue(fast):
+@pytest.mark.parametrize("inside", [True, False])
+def test_transforms_of_torchrl_continue(fast, inside):
     from torchrl.envs import (
         CatFrames,
         Compose,
         GymEnv,
         RewardSum,
+        SerialEnv,
         StepCounter,
         TransformedEnv,
         VecNormV2,
     )
 
+    def member():
+        frames = CatFrames(3, -1, in_keys=["observation"])
+        norm = [] if inside else [VecNormV2(in_keys=["observation"])]
+        chain = Compose(*norm, frames, RewardSum(), StepCounter(13))
+        return TransformedEnv(GymEnv("CartPole-v1"), chain)
+
     def env():
-        norm, frames = VecNormV2(in_keys=["observation"]), CatFrames(3, -1, in_keys=["observation"])
-        return TransformedEnv(
-            GymEnv("CartPole-v1"), Compose(norm, frames, RewardSum(), StepCounter(13))
-        )
+        return SerialEnv(2, member) if inside else member()
 
     check_law(lambda: Collector(env, frames_per_batch=40, fast=fast))
 

@@ -483,6 +483,37 @@ def test_frames_are_stacked_for_several_members():
     assert "CatFrames: called as it is, on rows, in each reset" in explained[0]
 
 
+def stacked_inside():
+    return SerialEnv(3, lambda: TransformedEnv(toy(), Compose(stacked(), StepCounter(4))))
+
+
+def cleared(env, collector):
+    stack_of(env, 1).zero_()
+
+
+def exchanged(env, collector):
+    frames = env._envs[1].transform[0][1]
+    frames._cat_buffers_column = frames._cat_buffers_column.clone() + 1
+
+
+def stack_of(env, member):
+    return env._envs[member].transform[0][1]._cat_buffers_column
+
+
+@pytest.mark.parametrize("change", [rolled_out, saved, cleared, exchanged])
+def test_members_keep_their_own_stacks(change):
+    stacks = []
+
+    def changed(env, collector):
+        stacks.append(torch.stack([stack_of(env, member) for member in range(3)]))
+        change(env, collector)
+
+    explained = assert_equal(stacked_inside, change=changed)
+    assert all(BY_PARTS in text for text in explained)
+    fast, plain = stacks[:3], stacks[3:]
+    assert all(map(torch.equal, fast, plain))
+
+
 def test_statistics_are_those_of_the_steps():
     def statistics(fast):
         env = TransformedEnv(toy(), VecNormV2(in_keys=SEEN))
@@ -496,11 +527,26 @@ def test_statistics_are_those_of_the_steps():
         assert torch.equal(fast, plain)
 
 
-def test_statistics_of_several_members_are_their_environments():
+@pytest.mark.filterwarnings("ignore:This class is to be deprecated")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("transform", STATEFUL)
+def test_members_have_states_of_their_own(transform, count):
     def build():
-        return SerialEnv(2, lambda: TransformedEnv(toy(), VecNormV2(in_keys=SEEN)))
+        return SerialEnv(count, lambda: TransformedEnv(toy(), transform()))
 
-    assert BY_PARTS not in assert_equal(build)[0]
+    assert all(BY_PARTS in text for text in assert_equal(build, change=saved))
+
+
+def test_a_state_that_two_transforms_change_is_left_to_them():
+    def member():
+        first, second = VecNormV2(in_keys=SEEN), VecNormV2(in_keys=SEEN)
+        env = TransformedEnv(toy(), Compose(first, second))
+        env.set_seed(0)
+        env.reset()
+        second._loc, second._var, second._count = first._loc, first._var, first._count
+        return env
+
+    assert "have one state" in assert_equal(lambda: SerialEnv(2, member))[0]
 
 
 def test_members_with_other_settings_are_stepped_by_their_own_methods():

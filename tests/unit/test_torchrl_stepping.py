@@ -343,6 +343,15 @@ def test_others_are_stepped_by_their_own_methods(build, why):
     assert why in assert_equal(build, actor=actor_for(""))[0]
 
 
+def test_lives_are_found_where_torchrl_finds_them():
+    def build():
+        env = member(EndOfLifeTransform, RewardSum)
+        vars(env.base_env)["unwrapped"] = Draws(FEW)
+        return env
+
+    assert "an environment has its own `unwrapped`" in assert_equal(build, actor=actor_for(""))[0]
+
+
 def test_a_method_replaced_between_batches_is_called():
     def change(env, collector):
         reset = env.transform[0]._reset

@@ -22,6 +22,8 @@ from gleanrl.operations.op_recorder import OpRecorder, Unknown
 from gleanrl.operations.proofs import qualified
 
 Entries = dict[Key, torch.Tensor]
+Phase = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
+"""Takes the data before and the data to transform; returns the latter."""
 
 
 class Unproven(Exception):
@@ -54,9 +56,11 @@ class Treatment:
     stateful: bool = False
     """Whether results depend on its tensors as well, which it changes."""
     alone: bool = False
-    """Whether it has a state, or draws numbers: one for each member is not one for all."""
+    """Whether it draws numbers, or has a state besides tensors: it cannot be one of several."""
     counts_others: bool = False
     """Whether it uses the rows of members that a partial reset leaves alone."""
+    lives: bool = False
+    """Whether it also reads the lives of Atari environments."""
     leads: bool = False
     """Whether it steps and resets the environment under it: it is a wrapper of that one."""
 
@@ -84,15 +88,15 @@ _TREATMENTS = {
         "_tensor CatTensors",
     ),
     **_each(Treatment(alone=True), "_action DiscreteActionProjection"),
-    **_each(Treatment(stateful=True, alone=True), "_misc TimeMaxPool", "_observation CatFrames"),
+    **_each(Treatment(stateful=True), "_misc TimeMaxPool", "_observation CatFrames"),
     **_each(
-        Treatment(stateful=True, alone=True, counts_others=True),
+        Treatment(stateful=True, counts_others=True),
         "_normalization VecNorm",
         "vecnorm VecNormV2",
     ),
     **_each(Treatment(("_reset",), alone=True), "_env TrajCounter"),
     **_each(Treatment(("_step", "_reset"), alone=True), "_action ActionMask"),
-    **_each(Treatment(("_step", "_reset")), "gym_transforms EndOfLifeTransform"),
+    **_each(Treatment(("_step", "_reset"), lives=True), "gym_transforms EndOfLifeTransform"),
     **_each(Treatment(leads=True), "_env FrameSkipTransform NoopResetEnv"),
 }
 
@@ -119,15 +123,16 @@ class Method:
 
     name: str
     """The transform's name."""
-    call: Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
-    """Takes the data before and the data to transform; returns the latter."""
-    trial: Callable[[TensorDictBase, TensorDictBase], TensorDictBase] | None = None
+    call: Phase
+    trial: Phase | None = None
     """The same of a copy, if a call changes the transform; ``None``: it depends on settings and
     data alone."""
     state: Sequence[torch.Tensor] = ()
     """Tensors of the transform that a call changes, and nobody else meanwhile."""
     only: frozenset[Key] | None = None
     """The entries that a call reads; ``None``: all."""
+    outside: Sequence[tuple[torch.Tensor, Callable[[], Any]]] = ()
+    """Tensors that a call reads as well, and what fills each before the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,9 @@ def record(
     current, as_they_are = dict(data), set()
     for method in methods:
         seen, given = (_only(method.only, part) for part in (before, current))
+        for filled, fill in method.outside:
+            ops.changing([filled])
+            ops.add_whole(fill, (), [filled], always=False)
         try:
             called = _call(method.trial or method.call, seen, given, batch)  # fills caches
             found = None
@@ -180,7 +188,7 @@ def record(
             raise Unproven(f"{method.name} raised {err!r:.200} on rows") from err
         if found is None:
             ops.changing(called.values())
-            reads = [*seen.values(), *given.values()]
+            reads = [*seen.values(), *given.values(), *(filled for filled, _ in method.outside)]
             call = partial(_call_again, method, seen, given, batch, called)
             ops.add_whole(call, reads, called.values(), always=method.trial is not None)
             as_they_are.add(method.name)
@@ -239,7 +247,7 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 def _call(
-    call: Callable[[TensorDictBase, TensorDictBase], TensorDictBase],
+    call: Phase,
     before: Entries,
     data: Entries,
     batch: tuple[int, ...],

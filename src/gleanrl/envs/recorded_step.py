@@ -22,6 +22,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.envs.recorded_or_called_transforms import (
     Entries,
     Method,
+    Phase,
     TransformProgram,
     Unproven,
     record,
@@ -34,8 +35,9 @@ from gleanrl.envs.torchrl_parts import (
     is_counter,
     kept_rows,
     tensors_of,
+    with_lives,
 )
-from gleanrl.operations.change_watch import Unwatchable, Watch
+from gleanrl.operations.change_watch import Unwatchable, Watch, same_memory
 from gleanrl.operations.op_recorder import array_of
 
 _RESET: Key = ("_reset",)
@@ -184,24 +186,29 @@ def _watched(parts: Parts) -> Watch:
 
 def _phases(parts: Parts, name: str) -> Iterable[Method]:
     """Return a phase of all transforms, in the order in which they are called."""
-    transforms: list[Any] = list(parts.transforms)
-    for part in reversed(transforms) if name == "_inv_call" else transforms:
-        trial, state = None, []
+    transforms: list[Any] = list(zip(parts.transforms, parts.stands_for, strict=True))
+    for part, theirs in reversed(transforms) if name == "_inv_call" else transforms:
+        call, trial, state, outside = _phase(part, name), None, [], []
         only: list[Any] | None = None
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
+        elif treatment(part).lives and parts.members:
+            part, lives, read = with_lives(part, parts.members)
+            call, outside = _phase(part, name), [(lives, read)]
         elif name in treatment(part).called:
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
         elif treatment(part).stateful:
-            trial = _copied_phase(part, name)
-            state = [one for one in tensors_of(part) if one.dtype is not torch.bool]
+            call = _phase_of_each(theirs, name) if theirs else call
+            trial = _copied_phase(part, theirs, name)
+            state = [one for each in theirs or [part] for one in tensors_of(each)]
+            state = [one for one in state if one.dtype is not torch.bool]
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
             state = []  # other processes change them
         keys = None if only is None else frozenset(map(as_key, only))
-        yield Method(type(part).__name__, _phase(part, name), trial, state, keys)
+        yield Method(type(part).__name__, call, trial, state, keys, outside)
 
 
-def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
+def _trial(part: Any, name: str) -> Phase:
     """Return a function that shows the results of a phase of ``part``, and changes nothing."""
     if is_counter(part):
         return _phase(copied_transform(part), name)
@@ -210,23 +217,53 @@ def _trial(part: Any, name: str) -> Callable[[Any, Any], Any]:
     return _phase(part, name)
 
 
-def _copied_phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
-    """Return what a phase of a copy of ``part`` returns, if it needs no tensors but these."""
-    copy = copied_transform(part)
-    phase = _phase(copy, name)
+def _copied_phase(part: Any, theirs: Sequence[Any], name: str) -> Phase:
+    """Return what a phase of copies returns, if these need no tensors but those of now."""
+    originals = theirs or [part]
+    copies = list(map(copied_transform, originals))
+    phase = _phase_of_each(copies, name) if theirs else _phase(copies[0], name)
 
     def call(before: Any, data: Any) -> Any:
         found = phase(before, data)
-        if len(tensors_of(copy)) != len(tensors_of(part)):
+        held, needed = ([len(tensors_of(one)) for one in each] for each in (originals, copies))
+        if held != needed:
             raise Unproven(f"{type(part).__name__} has no statistics of some of its entries yet")
         return found
 
     return call
 
 
-def _phase(part: Any, name: str) -> Callable[[Any, Any], Any]:
+def _phase(part: Any, name: str) -> Phase:
     method: Callable[..., Any] = getattr(part, name)
     return (lambda _, data: method(data)) if name == "_inv_call" else method
+
+
+def _phase_of_each(theirs: Sequence[Any], name: str) -> Phase:
+    """Return a phase of transforms of one member each, on the data of all.
+
+    Rows of members that are not reset hold anything.
+    """
+    phases = [_phase(part, name) for part in theirs]
+
+    def call(before: Any, data: Any) -> Any:
+        resets = before.get(_RESET, None) if name == "_reset" else None
+        given = [i for i in range(len(phases)) if resets is None or bool(resets[i].any())]
+        found = {i: phases[i](before[i], data[i]) for i in given}
+        each = [found.get(i, found[given[0]]) for i in range(len(phases))]
+        return data.empty().update(
+            {key: _whole(data, key, each) for key in each[0].keys(True, True)}
+        )
+
+    return call
+
+
+def _whole(data: Any, key: Any, each: Sequence[Any]) -> torch.Tensor:
+    """Return the entries of all members, those of ``data`` if they are rows of these."""
+    values: list[torch.Tensor] = [one.get(key) for one in each]
+    rows: torch.Tensor | None = data.get(key, None)
+    if rows is not None and all(map(same_memory, rows, values)):
+        return rows
+    return torch.stack(values)
 
 
 class _Memory:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import without_call_checks
-from gleanrl.envs.recorded_or_called_transforms import Unproven, treatment, unproven_on_error
+from gleanrl.envs.recorded_or_called_transforms import Unproven, unproven_on_error
 from gleanrl.envs.rehearsal_stand_ins import Tape, TapedWorker
 from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
@@ -79,7 +80,7 @@ def _prove(rows: TransformedRows) -> None:
                 raise Unproven("a copy of its transforms has memory in common with them")
             expected, log = _steps_of(plain, rows.can_cut), [tape.log for tape in tapes]
         _compare(expected, _steps_of(twin, rows.can_cut))
-        if any(treatment(part).stateful for part in parts.transforms):
+        if parts.stateful:
             _compare_states(parts_of(plain.handle.env), twin.parts)
         _require(log == [tape.log for tape in others], "the environments got other actions")
 
@@ -175,12 +176,12 @@ def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
 
 def _places(parts: Parts) -> set[int]:
     """Return where tensors that transforms change lie."""
-    changing = (part for part in parts.transforms if treatment(part).stateful)
-    return {tensor.data_ptr() for part in changing for tensor in tensors_of(part)}
+    return {one.data_ptr() for each in parts.stateful for part in each for one in tensors_of(part)}
 
 
 def _compare_states(plain: Parts, other: Parts) -> None:
-    for one, two in zip(plain.transforms, other.transforms, strict=True):
+    each, others = (chain.from_iterable(parts.stateful) for parts in (plain, other))
+    for one, two in zip(each, others, strict=True):
         for mine, its in zip(tensors_of(one), tensors_of(two), strict=True):
             _require_equal((type(one).__name__, "state"), mine, its)
 

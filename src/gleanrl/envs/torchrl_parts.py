@@ -10,14 +10,15 @@ import contextlib
 import copy
 import pkgutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, starmap
 from multiprocessing.synchronize import SemLock
+from operator import attrgetter
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -58,6 +59,8 @@ class Parts:
     """An environment that never runs, around which transforms in `shells` are those of all."""
     transforms: tuple[nn.Module, ...]
     """Transforms of all members at once, in the order in which they see an observation."""
+    stands_for: tuple[tuple[nn.Module, ...], ...]
+    """For each of these, the members' own if they have states, which it does not know."""
     leading: tuple[tuple[nn.Module, ...], ...]
     """The transforms before these that step and reset each member themselves."""
 
@@ -101,8 +104,17 @@ class Parts:
                 found[as_key(key)] = zero
         return found
 
+    @property
+    def stateful(self) -> list[tuple[nn.Module, ...]]:
+        """Transforms that have states: those of the members together, others alone."""
+        pairs = zip(self.transforms, self.stands_for, strict=True)
+        return [theirs or (part,) for part, theirs in pairs if treatment(part).stateful]
+
     def _buffers(self) -> list[torch.Tensor]:
-        return [one for part in self.transforms for one in part.buffers()]
+        pairs = zip(self.transforms, self.stands_for, strict=True)
+        return [
+            one for part, theirs in pairs for each in theirs or (part,) for one in each.buffers()
+        ]
 
     def intact(self) -> bool:
         """Tell whether the environments still have these parts and their classes' methods."""
@@ -117,9 +129,14 @@ class Parts:
         )
 
     def alike(self) -> bool:
-        """Tell whether transforms of all members have the same numbers."""
-        each = [[one for part in own for one in part.buffers()] for own in self.own]
+        """Tell whether transforms of all members have the same numbers, apart from states."""
+        each = [_numbers(own) for own in self.own]
         return all(all(map(torch.equal, each[0], other)) for other in each[1:])
+
+
+def _numbers(transforms: Sequence[nn.Module]) -> list[torch.Tensor]:
+    settled = (part for part in transforms if not treatment(part).stateful)
+    return [one for part in settled for one in part.buffers()]
 
 
 _OF_EACH = ("shells", "members", "gym_envs", "own", "leading")
@@ -189,13 +206,18 @@ def parts_of(env: Any) -> Parts:
     for member in members:
         _require_plain_gym(member)
     gym_envs = tuple(member._env for member in members)
-    wide, inside = _around_all(members, shells[0], own) if own[0] else (None, ())
+    wide, inside = _around_all(members, shells[0]) if own[0] else (None, ())
     transforms = (*inside, *around)
-    parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, leads)
+    theirs = [each if treatment(each[0]).stateful else () for each in zip(*own, strict=True)]
+    stands_for = (*theirs, *((),) * len(around))
+    parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, stands_for, leads)
     for one in parts.envs:
         _require_own_methods(one)
     if not parts.alike():
         raise Unproven(_UNLIKE)
+    places = [{one.data_ptr() for part in each for one in tensors_of(part)} for each in theirs]
+    if len(set().union(*places)) < sum(map(len, places)):
+        raise Unproven("several transforms of its members have one state")
     if len(members) > 1 and not kept_rows(parts):
         _require_masked_resets(around)
     return parts
@@ -224,7 +246,7 @@ def _around_workers(base: Any, wholes: tuple[Any, ...], around: tuple[nn.Module,
     alone = len(base.batch_size) == 1 and base._worker_indices == list(range(base.num_workers))
     if not (shares and alone) or base._non_tensor_keys or base._supports_set_state:
         raise Unproven("its ParallelEnv passes other data to workers than usual, or in other ways")
-    parts = Parts(base, (), (), (), wholes, (), None, around, ())
+    parts = Parts(base, (), (), (), wholes, (), None, around, ((),) * len(around), ())
     for one in parts.envs:
         _require_own_methods(one)
     return parts
@@ -283,8 +305,11 @@ def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
+    states = (torch.Tensor, TensorDictBase, SemLock) if treatment(part).stateful else ()
     return type(part), {
-        name: value for name, value in vars(part).items() if name not in _NO_SETTINGS
+        name: value
+        for name, value in vars(part).items()
+        if name not in _NO_SETTINGS and not isinstance(value, states)
     }
 
 
@@ -293,13 +318,11 @@ _LINKS = ("_container", "_parent")
 _NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
 
 
-def _around_all(
-    members: Sequence[Any], shells: Sequence[Any], own: Sequence[Sequence[nn.Module]]
-) -> tuple[Any, tuple[nn.Module, ...]]:
+def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> tuple[Any, tuple[nn.Module, ...]]:
     """Return transforms in ``shells``, of one member, around copies of all ``members`` at once.
 
-    They share the buffers of the originals, those in ``own``. Only their specs and methods are
-    used.
+    They share the buffers of the originals. Only their specs are used, and the methods of those
+    without a state.
     """
     serial, compose = map(pkgutil.resolve_name, (_SERIAL, _COMPOSE))
     copies = [_copied(member, Tape(member._env)) for member in members]
@@ -309,16 +332,7 @@ def _around_all(
         for shell in shells:
             parts: Sequence[Any] = _led(_chain_of([shell]))[1]
             whole = type(shell)(whole, compose(*[part.clone() for part in parts]))
-        whole.reset()
-    clones = _chain_of(_peeled(whole)[1])
-    for clone, *originals in zip(clones, *own, strict=True):
-        if type(clone).__name__ == "EndOfLifeTransform":
-            vars(clone)["_get_lives"] = partial(_lives_of, originals)
-    return whole, clones
-
-
-def _lives_of(transforms: Sequence[Any]) -> torch.Tensor:
-    return torch.tensor([part._get_lives() for part in transforms])
+    return whole, _chain_of(_peeled(whole)[1])
 
 
 def _chain_of(wholes: Sequence[Any]) -> tuple[nn.Module, ...]:
@@ -444,10 +458,35 @@ _MOST_NOOPS = 2
 def copied_transform(part: Any) -> Any:
     """Return a copy of ``part`` with the same environment around it."""
     # Copying resolves the weak reference to what it is in, and copies that as well.
+    _ = part.parent  # which a copy could not find
     around = [part.__getstate__()[name] for name in _LINKS]
     memo = {id(one): one for one in around if one is not None} | _locks(part)
     copied = copy.deepcopy(part, memo)
     return own_counter(copied) if is_counter(part) else copied
+
+
+def with_lives(part: Any, members: Sequence[Any]) -> tuple[Any, torch.Tensor, Callable[[], None]]:
+    """Return a copy of an ``EndOfLifeTransform`` that takes lives from a tensor.
+
+    Also returns the tensor, and the function that reads the lives of ``members`` into it, without
+    TorchRL's slow search for attributes.
+
+    Raises:
+        Unproven: that search may find other lives.
+    """
+    first, path = part.eol_attribute[0], attrgetter(".".join(part.eol_attribute))
+    if any(getattr(member, first) is not getattr(member._env, first) for member in members):
+        raise Unproven(f"an environment has its own `{first}`")
+
+    def values() -> list[Any]:
+        found = (path(member._env) for member in members)
+        return [one() if callable(one) else one for one in found]
+
+    lives = torch.tensor(values()).reshape(part.parent.batch_size)
+    row = lives.numpy().reshape(-1)
+    copied = copied_transform(part)
+    vars(copied)["_get_lives"] = lambda: lives
+    return copied, lives, lambda: np.copyto(row, values())
 
 
 def own_counter(counter: Any) -> Any:
