@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
@@ -30,6 +31,7 @@ from torchrl.envs import (
     BinarizeReward,
     CatFrames,
     CatTensors,
+    CenterCrop,
     ClipTransform,
     Compose,
     DiscreteActionProjection,
@@ -46,6 +48,7 @@ from torchrl.envs import (
     ObservationNorm,
     PermuteTransform,
     RenameTransform,
+    Resize,
     RewardClipping,
     RewardScaling,
     RewardSum,
@@ -190,6 +193,8 @@ PICTURES: list[Callable[[], Any]] = [
     partial(FlattenObservation, -3, -1, in_keys=["pixels"], out_keys=["flat"]),
     partial(CatFrames, 4, -3, in_keys=["pixels"]),
 ]
+if find_spec("torchvision"):
+    PICTURES += [partial(Resize, 5, 4, in_keys=["pixels"]), partial(CenterCrop, 3)]
 
 
 class Composition:

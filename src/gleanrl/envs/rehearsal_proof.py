@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -176,12 +175,11 @@ def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
 
 def _places(parts: Parts) -> set[int]:
     """Return where tensors that transforms change lie."""
-    return {one.data_ptr() for each in parts.stateful for part in each for one in tensors_of(part)}
+    return {tensor.data_ptr() for part in parts.stateful for tensor in tensors_of(part)}
 
 
 def _compare_states(plain: Parts, other: Parts) -> None:
-    each, others = (chain.from_iterable(parts.stateful) for parts in (plain, other))
-    for one, two in zip(each, others, strict=True):
+    for one, two in zip(plain.stateful, other.stateful, strict=True):
         for mine, its in zip(tensors_of(one), tensors_of(two), strict=True):
             _require_equal((type(one).__name__, "state"), mine, its)
 

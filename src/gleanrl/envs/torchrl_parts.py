@@ -60,7 +60,7 @@ class Parts:
     transforms: tuple[nn.Module, ...]
     """Transforms of all members at once, in the order in which they see an observation."""
     stands_for: tuple[tuple[nn.Module, ...], ...]
-    """For each of these, the members' own if they have states, which it does not know."""
+    """For each of these, the transforms of the members if they have a state; it has none then."""
     leading: tuple[tuple[nn.Module, ...], ...]
     """The transforms before these that step and reset each member themselves."""
 
@@ -105,16 +105,17 @@ class Parts:
         return found
 
     @property
-    def stateful(self) -> list[tuple[nn.Module, ...]]:
-        """Transforms that have states: those of the members together, others alone."""
+    def stateful(self) -> list[nn.Module]:
+        """The transforms that have a state."""
+        return [one for one in self._holders if treatment(one).stateful]
+
+    @property
+    def _holders(self) -> list[nn.Module]:
         pairs = zip(self.transforms, self.stands_for, strict=True)
-        return [theirs or (part,) for part, theirs in pairs if treatment(part).stateful]
+        return list(chain.from_iterable(theirs or (part,) for part, theirs in pairs))
 
     def _buffers(self) -> list[torch.Tensor]:
-        pairs = zip(self.transforms, self.stands_for, strict=True)
-        return [
-            one for part, theirs in pairs for each in theirs or (part,) for one in each.buffers()
-        ]
+        return [one for part in self._holders for one in part.buffers()]
 
     def intact(self) -> bool:
         """Tell whether the environments still have these parts and their classes' methods."""

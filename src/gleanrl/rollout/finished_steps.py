@@ -295,7 +295,7 @@ class StepRecorder:
             return
         from_env = key[0] == NEXT
         kind = EnvError if from_env else PolicyError
-        did = "returned" if from_env else "got from the policy"
+        did = "returned" if from_env else "was given"
         raise kind(
             f"{self._env_name} {did} {format_key(key)} as {came} at step {self._t} of the rollout; "
             f"in the first step it was {before}. "
