@@ -3,12 +3,14 @@
 import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from benchmarks import transforms
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
@@ -525,6 +527,26 @@ def test_statistics_are_those_of_the_steps():
 
     for fast, plain in zip(statistics(True), statistics(False), strict=True):
         assert torch.equal(fast, plain)
+
+
+def exchanged_statistics(env, collector):
+    """Replace tensors in the TensorDicts of statistics, which stay the same objects."""
+    transform = (env if isinstance(env, TransformedEnv) else env._envs[1]).transform[-1]
+    for held in vars(transform).values():
+        if isinstance(held, TensorDictBase):
+            held.update(held.apply(lambda one: one + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This class is to be deprecated")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("transform", STATEFUL[:2])
+def test_statistics_may_be_exchanged(transform, several):
+    def member():
+        return TransformedEnv(toy(), Compose(RewardSum(), transform()))
+
+    build = partial(SerialEnv, 3, member) if several else member
+    explained = assert_equal(build, change=exchanged_statistics)
+    assert all(BY_PARTS in text for text in explained)
 
 
 @pytest.mark.filterwarnings("ignore:This class is to be deprecated")

@@ -58,7 +58,7 @@ class RecordedStep:
         self.parts = parts
         self.reset_s = 0.0
         """Seconds in resets."""
-        self._skips = [member.wrapper_frame_skip for member in parts.members]
+        self._besides = _besides_settings(parts)
         self._memory = memory = _Memory(layout, parts, passed)
         settings, constants, batch = parts.numbers, _watched(parts).tensors, layout.batch_shape
 
@@ -96,7 +96,7 @@ class RecordedStep:
         """Tell whether settings of transforms were replaced since they were recorded."""
         held, now = self._memory.held, kept_rows(self.parts)
         moved = held.keys() != now.keys() or any(now[key] is not held[key] for key in held)
-        moved |= self._skips != [member.wrapper_frame_skip for member in self.parts.members]
+        moved |= self._besides != _besides_settings(self.parts)
         return moved or self._watch.changed() or not self.parts.alike()
 
     def begin(
@@ -174,6 +174,16 @@ class RecordedStep:
         return ended
 
 
+def _besides_settings(parts: Parts) -> list[Any]:
+    """Return what recorded calls rely on besides settings of transforms.
+
+    Calls keep alive what lies in `Parts.places`, so tensors that replace it lie elsewhere. An
+    attribute that an environment gets may hide one of the Gymnasium environment.
+    """
+    names = [list(vars(env)) for env in parts.envs]
+    return [parts.places, names, [member.wrapper_frame_skip for member in parts.members]]
+
+
 def _watched(parts: Parts) -> Watch:
     """Return a watch over ``parts``, as they are now."""
     watch = Watch()
@@ -193,7 +203,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
         elif treatment(part).lives and parts.members:
-            part, lives, read = with_lives(part, parts.members)
+            part, lives, read = with_lives(part, parts)
             call, outside = _phase(part, name), [(lives, read)]
         elif name in treatment(part).called:
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
