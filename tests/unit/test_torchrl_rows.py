@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import transforms
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
@@ -557,6 +557,16 @@ def test_members_have_states_of_their_own(transform, count):
         return SerialEnv(count, lambda: TransformedEnv(toy(), transform()))
 
     assert all(BY_PARTS in text for text in assert_equal(build, change=saved))
+
+
+def test_members_may_have_statistics_in_common():
+    def build():
+        zeros = TensorDict(observation=torch.zeros(3))
+        counts = TensorDict(observation=torch.zeros((), dtype=torch.int64))
+        shared = {"loc": zeros, "var": zeros.clone(), "count": counts}
+        return SerialEnv(3, lambda: TransformedEnv(toy(), VecNormV2(SEEN, shared_data=shared)))
+
+    assert all(BY_PARTS in text for text in assert_equal(build))
 
 
 def test_a_state_that_two_transforms_change_is_left_to_them():

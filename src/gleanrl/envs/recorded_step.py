@@ -268,7 +268,7 @@ def _phase_of_each(theirs: Sequence[Any], name: str) -> Phase:
 
 
 def _whole(data: Any, key: Any, each: Sequence[Any]) -> torch.Tensor:
-    """Return the entries of all members, those of ``data`` if they are rows of these."""
+    """Return an entry of all members: that of ``data`` if the values of ``each`` are its rows."""
     values: list[torch.Tensor] = [one.get(key) for one in each]
     rows: torch.Tensor | None = data.get(key, None)
     if rows is not None and all(map(same_memory, rows, values)):

@@ -221,6 +221,7 @@ def parts_of(env: Any) -> Parts:
         _require_own_methods(one)
     if not parts.alike():
         raise Unproven(_UNLIKE)
+    # One transform of several members may have one state: members use it in the same order.
     places = [{one.data_ptr() for part in each for one in tensors_of(part)} for each in theirs]
     if len(set().union(*places)) < sum(map(len, places)):
         raise Unproven("several transforms of its members have one state")
