@@ -3,12 +3,14 @@
 import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from benchmarks import transforms
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.zoo import gym_toys
 from tests.zoo.laws import Outcome, differences, quiet
@@ -527,6 +529,26 @@ def test_statistics_are_those_of_the_steps():
         assert torch.equal(fast, plain)
 
 
+def exchanged_statistics(env, collector):
+    """Replace tensors in the TensorDicts of statistics, which stay the same objects."""
+    transform = (env if isinstance(env, TransformedEnv) else env._envs[1]).transform[-1]
+    for held in vars(transform).values():
+        if isinstance(held, TensorDictBase):
+            held.update(held.apply(lambda one: one + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This class is to be deprecated")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("transform", STATEFUL[:2])
+def test_statistics_may_be_exchanged(transform, several):
+    def member():
+        return TransformedEnv(toy(), Compose(RewardSum(), transform()))
+
+    build = partial(SerialEnv, 3, member) if several else member
+    explained = assert_equal(build, change=exchanged_statistics)
+    assert all(BY_PARTS in text for text in explained)
+
+
 @pytest.mark.filterwarnings("ignore:This class is to be deprecated")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("transform", STATEFUL)
@@ -535,6 +557,16 @@ def test_members_have_states_of_their_own(transform, count):
         return SerialEnv(count, lambda: TransformedEnv(toy(), transform()))
 
     assert all(BY_PARTS in text for text in assert_equal(build, change=saved))
+
+
+def test_members_may_have_statistics_in_common():
+    def build():
+        zeros = TensorDict(observation=torch.zeros(3))
+        counts = TensorDict(observation=torch.zeros((), dtype=torch.int64))
+        shared = {"loc": zeros, "var": zeros.clone(), "count": counts}
+        return SerialEnv(3, lambda: TransformedEnv(toy(), VecNormV2(SEEN, shared_data=shared)))
+
+    assert all(BY_PARTS in text for text in assert_equal(build))
 
 
 def test_a_state_that_two_transforms_change_is_left_to_them():

@@ -343,13 +343,29 @@ def test_others_are_stepped_by_their_own_methods(build, why):
     assert why in assert_equal(build, actor=actor_for(""))[0]
 
 
+def other_lives(env, collector=None):
+    vars(env.base_env)["unwrapped"] = Draws(FEW)
+
+
 def test_lives_are_found_where_torchrl_finds_them():
     def build():
         env = member(EndOfLifeTransform, RewardSum)
-        vars(env.base_env)["unwrapped"] = Draws(FEW)
+        other_lives(env)
         return env
 
     assert "an environment has its own `unwrapped`" in assert_equal(build, actor=actor_for(""))[0]
+
+
+def test_lives_may_be_found_elsewhere_later():
+    build = one(CHAINS["lives"])
+    explained = assert_equal(build, actor=actor_for(""), change=other_lives)
+    assert BY_PARTS in explained[0]
+    assert "an environment has its own `unwrapped`" in explained[1]
+
+
+def test_lives_may_be_methods_of_the_environment():
+    build = one([lambda: EndOfLifeTransform(eol_attribute="lives")])
+    assert BY_PARTS in assert_equal(build, actor=actor_for(""))[0]
 
 
 def test_a_method_replaced_between_batches_is_called():

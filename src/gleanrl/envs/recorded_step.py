@@ -58,7 +58,7 @@ class RecordedStep:
         self.parts = parts
         self.reset_s = 0.0
         """Seconds in resets."""
-        self._skips = [member.wrapper_frame_skip for member in parts.members]
+        self._besides = _besides_settings(parts)
         self._memory = memory = _Memory(layout, parts, passed)
         settings, constants, batch = parts.numbers, _watched(parts).tensors, layout.batch_shape
 
@@ -96,7 +96,7 @@ class RecordedStep:
         """Tell whether settings of transforms were replaced since they were recorded."""
         held, now = self._memory.held, kept_rows(self.parts)
         moved = held.keys() != now.keys() or any(now[key] is not held[key] for key in held)
-        moved |= self._skips != [member.wrapper_frame_skip for member in self.parts.members]
+        moved |= self._besides != _besides_settings(self.parts)
         return moved or self._watch.changed() or not self.parts.alike()
 
     def begin(
@@ -174,6 +174,16 @@ class RecordedStep:
         return ended
 
 
+def _besides_settings(parts: Parts) -> list[Any]:
+    """Return what recorded calls rely on besides settings of transforms.
+
+    Calls keep alive what lies in `Parts.places`, so tensors that replace it lie elsewhere. An
+    attribute that an environment gets may hide one of the Gymnasium environment.
+    """
+    names = [list(vars(env)) for env in parts.envs]
+    return [parts.places, names, [member.wrapper_frame_skip for member in parts.members]]
+
+
 def _watched(parts: Parts) -> Watch:
     """Return a watch over ``parts``, as they are now."""
     watch = Watch()
@@ -193,7 +203,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
         elif treatment(part).lives and parts.members:
-            part, lives, read = with_lives(part, parts.members)
+            part, lives, read = with_lives(part, parts)
             call, outside = _phase(part, name), [(lives, read)]
         elif name in treatment(part).called:
             trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
@@ -258,7 +268,7 @@ def _phase_of_each(theirs: Sequence[Any], name: str) -> Phase:
 
 
 def _whole(data: Any, key: Any, each: Sequence[Any]) -> torch.Tensor:
-    """Return the entries of all members, those of ``data`` if they are rows of these."""
+    """Return an entry of all members: that of ``data`` if the values of ``each`` are its rows."""
     values: list[torch.Tensor] = [one.get(key) for one in each]
     rows: torch.Tensor | None = data.get(key, None)
     if rows is not None and all(map(same_memory, rows, values)):

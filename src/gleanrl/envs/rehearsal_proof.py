@@ -75,7 +75,7 @@ def _prove(rows: TransformedRows) -> None:
         else:
             others = _cast(parts)
             twin = _recorded(twin_of(parts, others), rows)
-            if not _places(parts).isdisjoint(_places(twin.parts)):
+            if not set(parts.places).isdisjoint(twin.parts.places):
                 raise Unproven("a copy of its transforms has memory in common with them")
             expected, log = _steps_of(plain, rows.can_cut), [tape.log for tape in tapes]
         _compare(expected, _steps_of(twin, rows.can_cut))
@@ -171,11 +171,6 @@ def _made_up(field: Field, layout: EnvLayout, t: int) -> torch.Tensor:
     """Return values for a field of all environments, others at each step."""
     shape = (layout.num_envs, *field.shape)
     return (torch.arange(math.prod(shape)).reshape(shape) * 7 + t * 5).remainder(11).to(field.dtype)
-
-
-def _places(parts: Parts) -> set[int]:
-    """Return where tensors that transforms change lie."""
-    return {tensor.data_ptr() for part in parts.stateful for tensor in tensors_of(part)}
 
 
 def _compare_states(plain: Parts, other: Parts) -> None:

@@ -110,6 +110,11 @@ class Parts:
         return [one for one in self._holders if treatment(one).stateful]
 
     @property
+    def places(self) -> list[int]:
+        """Where the tensors of `stateful` transforms lie."""
+        return [tensor.data_ptr() for part in self.stateful for tensor in tensors_of(part)]
+
+    @property
     def _holders(self) -> list[nn.Module]:
         pairs = zip(self.transforms, self.stands_for, strict=True)
         return list(chain.from_iterable(theirs or (part,) for part, theirs in pairs))
@@ -216,6 +221,7 @@ def parts_of(env: Any) -> Parts:
         _require_own_methods(one)
     if not parts.alike():
         raise Unproven(_UNLIKE)
+    # One transform of several members may have one state: members use it in the same order.
     places = [{one.data_ptr() for part in each for one in tensors_of(part)} for each in theirs]
     if len(set().union(*places)) < sum(map(len, places)):
         raise Unproven("several transforms of its members have one state")
@@ -466,21 +472,21 @@ def copied_transform(part: Any) -> Any:
     return own_counter(copied) if is_counter(part) else copied
 
 
-def with_lives(part: Any, members: Sequence[Any]) -> tuple[Any, torch.Tensor, Callable[[], None]]:
+def with_lives(part: Any, parts: Parts) -> tuple[Any, torch.Tensor, Callable[[], None]]:
     """Return a copy of an ``EndOfLifeTransform`` that takes lives from a tensor.
 
-    Also returns the tensor, and the function that reads the lives of ``members`` into it, without
+    Also returns the tensor, and the function that reads the lives of all members into it, without
     TorchRL's slow search for attributes.
 
     Raises:
         Unproven: that search may find other lives.
     """
     first, path = part.eol_attribute[0], attrgetter(".".join(part.eol_attribute))
-    if any(getattr(member, first) is not getattr(member._env, first) for member in members):
+    if any(first in dir(env) for env in parts.envs):
         raise Unproven(f"an environment has its own `{first}`")
 
     def values() -> list[Any]:
-        found = (path(member._env) for member in members)
+        found = map(path, parts.gym_envs)
         return [one() if callable(one) else one for one in found]
 
     lives = torch.tensor(values()).reshape(part.parent.batch_size)
