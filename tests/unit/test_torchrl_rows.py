@@ -569,6 +569,14 @@ def test_members_may_have_statistics_in_common():
     assert all(BY_PARTS in text for text in assert_equal(build))
 
 
+def test_transforms_that_act_for_one_member_have_its_settings():
+    def build():
+        kinds = [lambda n=n: VecNormV2(in_keys=SEEN, decay=n) for n in (0.5, 0.9)]
+        return SerialEnv(2, [lambda kind=kind: TransformedEnv(toy(), kind()) for kind in kinds])
+
+    assert BY_PARTS in assert_equal(build)[0]
+
+
 def test_a_state_that_two_transforms_change_is_left_to_them():
     def member():
         first, second = VecNormV2(in_keys=SEEN), VecNormV2(in_keys=SEEN)

@@ -56,13 +56,18 @@ class Treatment:
     stateful: bool = False
     """Whether results depend on its tensors as well, which it changes."""
     alone: bool = False
-    """Whether it draws numbers, or has a state besides tensors: it cannot be one of several."""
+    """Whether it cannot be one of several: it draws random numbers, or changes a spec."""
     counts_others: bool = False
     """Whether it uses the rows of members that a partial reset leaves alone."""
     lives: bool = False
     """Whether it also reads the lives of Atari environments."""
     leads: bool = False
     """Whether it steps and resets the environment under it: it is a wrapper of that one."""
+
+    @property
+    def acts_for_one(self) -> bool:
+        """Whether each of several members needs its own."""
+        return self.stateful or (bool(self.called) and not self.lives)
 
 
 def _each(treated: Treatment, *modules: str) -> dict[str, Treatment]:
@@ -94,7 +99,7 @@ _TREATMENTS = {
         "_normalization VecNorm",
         "vecnorm VecNormV2",
     ),
-    **_each(Treatment(("_reset",), alone=True), "_env TrajCounter"),
+    **_each(Treatment(("_reset",)), "_env TrajCounter"),
     **_each(Treatment(("_step", "_reset"), alone=True), "_action ActionMask"),
     **_each(Treatment(("_step", "_reset"), lives=True), "gym_transforms EndOfLifeTransform"),
     **_each(Treatment(leads=True), "_env FrameSkipTransform NoopResetEnv"),

@@ -198,17 +198,16 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
     """Return a phase of all transforms, in the order in which they are called."""
     transforms: list[Any] = list(zip(parts.transforms, parts.stands_for, strict=True))
     for part, theirs in reversed(transforms) if name == "_inv_call" else transforms:
-        call, trial, state, outside = _phase(part, name), None, [], []
+        call, trial, state, outside = _phase_of(part, theirs, name), None, [], []
         only: list[Any] | None = None
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
         elif treatment(part).lives and parts.members:
             part, lives, read = with_lives(part, parts)
-            call, outside = _phase(part, name), [(lives, read)]
+            call, outside = _phase_of(part, theirs, name), [(lives, read)]
         elif name in treatment(part).called:
-            trial, only = _trial(part, name), [*part.in_keys, *part.out_keys, "_reset"]
+            trial, only = _trial(part, theirs, name), [*part.in_keys, *part.out_keys, "_reset"]
         elif treatment(part).stateful:
-            call = _phase_of_each(theirs, name) if theirs else call
             trial = _copied_phase(part, theirs, name)
             state = [one for each in theirs or [part] for one in tensors_of(each)]
             state = [one for one in state if one.dtype is not torch.bool]
@@ -218,24 +217,23 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         yield Method(type(part).__name__, call, trial, state, keys, outside)
 
 
-def _trial(part: Any, name: str) -> Phase:
+def _trial(part: Any, theirs: Sequence[Any], name: str) -> Phase:
     """Return a function that shows the results of a phase of ``part``, and changes nothing."""
     if is_counter(part):
-        return _phase(copied_transform(part), name)
+        return _copied_phase(part, theirs, name)
     if type(part).__name__ == "ActionMask":  # writes the mask into a spec
         return lambda _, data: data
-    return _phase(part, name)
+    return _phase_of(part, theirs, name)
 
 
 def _copied_phase(part: Any, theirs: Sequence[Any], name: str) -> Phase:
     """Return what a phase of copies returns, if these need no tensors but those of now."""
-    originals = theirs or [part]
-    copies = list(map(copied_transform, originals))
-    phase = _phase_of_each(copies, name) if theirs else _phase(copies[0], name)
+    originals, copied = [part, *theirs], [copied_transform(one) for one in [part, *theirs]]
+    phase = _phase_of(copied[0], copied[1:], name)
 
     def call(before: Any, data: Any) -> Any:
         found = phase(before, data)
-        held, needed = ([len(tensors_of(one)) for one in each] for each in (originals, copies))
+        held, needed = ([len(tensors_of(one)) for one in each] for each in (originals, copied))
         if held != needed:
             raise Unproven(f"{type(part).__name__} has no statistics of some of its entries yet")
         return found
@@ -243,17 +241,16 @@ def _copied_phase(part: Any, theirs: Sequence[Any], name: str) -> Phase:
     return call
 
 
-def _phase(part: Any, name: str) -> Phase:
-    method: Callable[..., Any] = getattr(part, name)
-    return (lambda _, data: method(data)) if name == "_inv_call" else method
+def _phase_of(part: Any, theirs: Sequence[Any], name: str) -> Phase:
+    """Return a phase of ``part``, or that of ``theirs``, which act for one member each.
 
-
-def _phase_of_each(theirs: Sequence[Any], name: str) -> Phase:
-    """Return a phase of transforms of one member each, on the data of all.
-
-    Rows of members that are not reset hold anything.
+    The rows of members that are not reset may hold anything.
     """
-    phases = [_phase(part, name) for part in theirs]
+    if name == "_inv_call":
+        return lambda _, data: part._inv_call(data)
+    if not theirs:
+        return getattr(part, name)  # type: ignore[no-any-return]  # TorchRL's
+    phases = [getattr(one, name) for one in theirs]
 
     def call(before: Any, data: Any) -> Any:
         resets = before.get(_RESET, None) if name == "_reset" else None

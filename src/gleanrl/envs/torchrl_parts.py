@@ -60,7 +60,7 @@ class Parts:
     transforms: tuple[nn.Module, ...]
     """Transforms of all members at once, in the order in which they see an observation."""
     stands_for: tuple[tuple[nn.Module, ...], ...]
-    """For each of these, the transforms of the members if they have a state; it has none then."""
+    """For each of these, the transforms of the members if these act; then it does not."""
     leading: tuple[tuple[nn.Module, ...], ...]
     """The transforms before these that step and reset each member themselves."""
 
@@ -141,7 +141,7 @@ class Parts:
 
 
 def _numbers(transforms: Sequence[nn.Module]) -> list[torch.Tensor]:
-    settled = (part for part in transforms if not treatment(part).stateful)
+    settled = (part for part in transforms if not treatment(part).acts_for_one)
     return [one for part in settled for one in part.buffers()]
 
 
@@ -203,7 +203,9 @@ def parts_of(env: Any) -> Parts:
     chains = [around] if single else list(map(_chain_of, shells))
     alone = sorted({type(part).__name__ for part in chains[0] if treatment(part).alone})
     if alone and not single:
-        raise Unproven(f"each member has a state or draws of its own in {', '.join(alone)}")
+        raise Unproven(
+            f"each member draws numbers, or has a spec, of its own in {', '.join(alone)}"
+        )
     _require_alike(chains)
     leads, own = (tuple(part) for part in zip(*map(_led, chains), strict=True))
     if single:
@@ -214,7 +216,7 @@ def parts_of(env: Any) -> Parts:
     gym_envs = tuple(member._env for member in members)
     wide, inside = _around_all(members, shells[0]) if own[0] else (None, ())
     transforms = (*inside, *around)
-    theirs = [each if treatment(each[0]).stateful else () for each in zip(*own, strict=True)]
+    theirs = [each if treatment(each[0]).acts_for_one else () for each in zip(*own, strict=True)]
     stands_for = (*theirs, *((),) * len(around))
     parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, stands_for, leads)
     for one in parts.envs:
@@ -305,19 +307,15 @@ def _members(env: Any) -> list[Any]:
 
 
 def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
-    """Raise `Unproven` unless transforms of all members are known to have the same settings."""
+    """Raise `Unproven` unless transforms that act for all members have the same settings."""
     first, *others = ([_settings(part) for part in each] for each in own)
     if any(other != first for other in others):
         raise Unproven(_UNLIKE)
 
 
 def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
-    states = (torch.Tensor, TensorDictBase, SemLock) if treatment(part).stateful else ()
-    return type(part), {
-        name: value
-        for name, value in vars(part).items()
-        if name not in _NO_SETTINGS and not isinstance(value, states)
-    }
+    held = {} if treatment(part).acts_for_one else vars(part)
+    return type(part), {name: value for name, value in held.items() if name not in _NO_SETTINGS}
 
 
 _LINKS = ("_container", "_parent")
