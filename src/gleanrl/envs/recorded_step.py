@@ -178,10 +178,11 @@ def _besides_settings(parts: Parts) -> list[Any]:
     """Return what recorded calls rely on besides settings of transforms.
 
     Calls keep alive what lies in `Parts.places`, so tensors that replace it lie elsewhere. An
-    attribute that an environment gets may hide one of the Gymnasium environment.
+    attribute that an environment gets may hide that by which lives are found.
     """
-    names = [list(vars(env)) for env in parts.envs]
-    return [parts.places, names, [member.wrapper_frame_skip for member in parts.members]]
+    lives: list[Any] = [part for part in parts.transforms if treatment(part).lives]
+    hidden = [part.eol_attribute[0] in vars(env) for part in lives for env in parts.envs]
+    return [parts.places, hidden, [member.wrapper_frame_skip for member in parts.members]]
 
 
 def _watched(parts: Parts) -> Watch:
