@@ -20,8 +20,10 @@ import warm
 from central_rig import ENVS, POLICIES, SIZES, Counting, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torchrl.data import Bounded
+from torchrl.modules import OrnsteinUhlenbeckProcessModule
 
 from gleanrl import (
     Collector,
@@ -668,6 +670,36 @@ def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
             inference="central",
             policy_process=False,
         )
+
+
+def remembering(tensordict):
+    last = tensordict.get("_last", None)
+    now = torch.zeros(tensordict.shape, dtype=torch.int64) if last is None else 1 - last
+    return tensordict.set("_last", now).set("action", now)
+
+
+@pytest.mark.filterwarnings("ignore:The tensordict passed to Ornstein")
+def test_a_policy_that_keeps_private_entries_for_its_next_call_is_refused():
+    noisy = OrnsteinUhlenbeckProcessModule(spec=Bounded(-2.0, 2.0, (1,)), annealing_num_steps=10)
+    still = TensorDictModule(lambda angle: angle[..., :1] * 0, ["observation"], ["action"])
+    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
+    for env, policy, name in (
+        ("CartPole-v1", remembering, "_last"),
+        ("Pendulum-v1", TensorDictSequential(still, noisy), "_ou_prev_noise"),
+    ):
+        with pytest.raises(PolicyError, match=f"'{name}'.*next call.*inference='workers'"):
+            MultiAsyncCollector([env], policy, **options)
+
+
+def test_private_entries_that_the_same_call_reads_are_its_own_affair():
+    policy = TensorDictSequential(
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["_features"]),
+        TensorDictModule(lambda features: features.argmax(-1), ["_features"], ["action"]),
+    )
+    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
+    with MultiAsyncCollector(["CartPole-v1"], policy, **options) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["action"], policy(batch.select("observation"))["action"])
 
 
 def test_a_policy_that_changes_its_outputs_is_told_what_to_do():
