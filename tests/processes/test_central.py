@@ -396,6 +396,16 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, m
         )
 
 
+def test_an_environment_that_is_several_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match="made a SyncVectorEnv.*inference='workers'"):
+        MultiSyncCollector(
+            lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+            num_workers=1,
+            inference="central",
+            frames_per_batch=4,
+        )
+
+
 def test_arguments_about_processes_reach_them():
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -639,6 +639,7 @@ def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
     ("options", "message"),
     [
         ({"max_batch_size": 2, "min_batch_size": 3}, "must be at most max_batch_size"),
+        ({"min_batch_size": 2}, "at most the 1 environments"),
         ({"transition_chunk_size": 0}, "transition_chunk_size"),
         ({"transition_chunk_size": 2, "compact_obs": True}, "exclude each other"),
         ({"max_wait_s": -1.0}, "max_wait_s"),
@@ -793,6 +794,7 @@ def test_whole_trajectories_go_into_a_buffer(options):
         (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
         (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "of its own"),
         (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
+        (["CartPole-v1"], {"policy": len, "track_policy_version": False}, TypeError, "takes no"),
         (
             ["CartPole-v1"],
             {"policy": len, "transition_chunk_size": "a"},
