@@ -18,6 +18,7 @@ from central_rig import (
     ENVS,
     POLICIES,
     SIZES,
+    Counting,
     greedy,
     same,
     sampling,
@@ -42,7 +43,7 @@ from gleanrl import (
     PolicyError,
     WorkerDied,
 )
-from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.data import Categorical, LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import ParallelEnv
 
 # Workers that need not import this file start in milliseconds.
@@ -394,6 +395,40 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, m
         MultiSyncCollector(
             ["CartPole-v1"] * 2, frames_per_batch=4, **{"inference": "central", **options}
         )
+
+
+class Choosy(Counting):
+    """Allows one action."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_spec = Categorical(5, mask=torch.arange(5) == 3)
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_random_actions_keep_to_those_that_are_allowed_or_are_refused(kind):
+    options = {"frames_per_batch": 8, "num_workers": 2}
+    with kind(Choosy, **options) as collector:
+        assert (collector.next()["action"] == 3).all()
+
+    def allowed(tensordict):
+        return tensordict.set("action", torch.full(tensordict.shape, 3))
+
+    with kind(Choosy, allowed, inference="central", **options) as collector:
+        assert (collector.next()["action"] == 3).all()
+    for policy, frames in ((None, 0), (allowed, 8)):
+        with (
+            kind(Choosy, policy, inference="central", init_random_frames=frames, **options) as it,
+            pytest.raises(ConfigError, match="inference='workers'"),
+        ):
+            it.next()
+
+
+def test_a_parallel_env_does_not_draw_actions_that_only_workers_could_mask():
+    env = ParallelEnv(2, Choosy)
+    with pytest.raises(ConfigError, match="by a policy that reads the mask"):
+        env.rollout(2)
+    env.close()
 
 
 def test_an_environment_that_is_several_is_refused_with_a_way_out():

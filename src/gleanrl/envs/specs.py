@@ -261,6 +261,8 @@ class _Discrete(TensorSpec):
 
     stepwise = True
     mask: torch.Tensor | None = None
+    allowed_elsewhere = False
+    """Whether only the environment, in a worker, knows which values are allowed now."""
 
     def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Draw the indices of ``[*shape, *self.shape]`` values."""
@@ -275,6 +277,12 @@ class _Discrete(TensorSpec):
         return indices.to(self.dtype)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
+        if self.allowed_elsewhere:
+            raise ConfigError(
+                "random actions would not keep to the actions that environments allow, because "
+                "these are known in their workers only: collect with inference='workers', or act "
+                "by a policy that reads the mask"
+            )
         return self._values(self._draw((shape,) if isinstance(shape, int) else shape))
 
     def is_in(self, value: Any) -> bool:
@@ -321,6 +329,7 @@ class Categorical(_Discrete):
     def update_mask(self, mask: torch.Tensor | None) -> None:
         """Set the currently allowed values, ``[..., n]``; ``None`` for all."""
         self.mask = None if mask is None else mask.bool()
+        self.allowed_elsewhere = False
 
     @property
     def space(self) -> Choices:

@@ -96,10 +96,11 @@ class EnvGroupInfo:
 
 
 def without_masks(tree: Composite) -> Composite:
-    """Return specs that allow every action, as only the environments know what they allow now."""
+    """Return specs that draw nothing where only the environments know what they allow now."""
     tree = tree.clone()
     for spec in masked_specs(tree).values():
         spec.update_mask(None)
+        spec.allowed_elsewhere = True
     return tree
 
 
