@@ -405,30 +405,39 @@ class Choosy(Counting):
         self.action_spec = Categorical(5, mask=torch.arange(5) == 3)
 
 
+class Drawing(Counting):
+    """Draws one action."""
+
+    def rand_action(self, tensordict=None):
+        drawn = TensorDict(action=torch.tensor(3.0))
+        return drawn if tensordict is None else tensordict.update(drawn)
+
+
+@pytest.mark.parametrize("env", [Choosy, Drawing])
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_random_actions_keep_to_those_that_are_allowed_or_are_refused(kind):
-    options = {"frames_per_batch": 8, "num_workers": 2}
-    with kind(Choosy, **options) as collector:
-        assert (collector.next()["action"] == 3).all()
-
+def test_random_actions_are_those_that_the_environments_draw_or_are_refused(kind, env):
     def allowed(tensordict):
-        return tensordict.set("action", torch.full(tensordict.shape, 3))
+        return tensordict.set("action", torch.full(tensordict.shape, 3).to(dtype))
 
-    with kind(Choosy, allowed, inference="central", **options) as collector:
-        assert (collector.next()["action"] == 3).all()
+    dtype = env().action_spec.dtype
+    options = {"frames_per_batch": 8, "num_workers": 2}
+    for policy, inference in ((None, "workers"), (allowed, "central")):
+        with kind(env, policy, inference=inference, **options) as collector:
+            assert (collector.next()["action"] == 3).all()
     for policy, frames in ((None, 0), (allowed, 8)):
         with (
-            kind(Choosy, policy, inference="central", init_random_frames=frames, **options) as it,
+            kind(env, policy, inference="central", init_random_frames=frames, **options) as it,
             pytest.raises(ConfigError, match="inference='workers'"),
         ):
             it.next()
 
 
-def test_a_parallel_env_does_not_draw_actions_that_only_workers_could_mask():
-    env = ParallelEnv(2, Choosy)
-    with pytest.raises(ConfigError, match="by a policy that reads the mask"):
-        env.rollout(2)
-    env.close()
+@pytest.mark.parametrize("env", [Choosy, Drawing])
+def test_a_parallel_env_does_not_draw_what_only_workers_could_draw(env):
+    several = ParallelEnv(2, env)
+    with pytest.raises(ConfigError, match="act by a policy"):
+        several.rollout(2)
+    several.close()
 
 
 def test_an_environment_that_is_several_is_refused_with_a_way_out():
