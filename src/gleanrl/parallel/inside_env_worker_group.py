@@ -50,8 +50,8 @@ from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import described, nest
 
 _INSTEAD = (
-    "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
-    "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
+    "a ParallelEnv and inference='central' pass data of one fixed layout through shared memory; "
+    "give the environments to a collector with inference='workers', or to a SerialEnv"
 )
 
 SHARED = (
