@@ -18,6 +18,7 @@ from central_rig import (
     ENVS,
     POLICIES,
     SIZES,
+    Counting,
     greedy,
     same,
     sampling,
@@ -42,7 +43,7 @@ from gleanrl import (
     PolicyError,
     WorkerDied,
 )
-from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.data import Categorical, LazyTensorStorage, ReplayBuffer
 from gleanrl.envs import ParallelEnv
 
 # Workers that need not import this file start in milliseconds.
@@ -393,6 +394,59 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(options, error, m
     with pytest.raises(error, match=message):
         MultiSyncCollector(
             ["CartPole-v1"] * 2, frames_per_batch=4, **{"inference": "central", **options}
+        )
+
+
+class Choosy(Counting):
+    """Allows one action."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_spec = Categorical(5, mask=torch.arange(5) == 3)
+
+
+class Drawing(Counting):
+    """Draws one action."""
+
+    def rand_action(self, tensordict=None):
+        drawn = TensorDict(action=torch.tensor(3.0))
+        return drawn if tensordict is None else tensordict.update(drawn)
+
+
+@pytest.mark.parametrize("env", [Choosy, Drawing])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_random_actions_are_those_that_the_environments_draw_or_are_refused(kind, env):
+    def allowed(tensordict):
+        return tensordict.set("action", torch.full(tensordict.shape, 3).to(dtype))
+
+    dtype = env().action_spec.dtype
+    options = {"frames_per_batch": 8, "num_workers": 2}
+    for policy, inference in ((None, "workers"), (allowed, "central")):
+        with kind(env, policy, inference=inference, **options) as collector:
+            assert (collector.next()["action"] == 3).all()
+    for policy, frames in ((None, 0), (allowed, 8)):
+        with (
+            kind(env, policy, inference="central", init_random_frames=frames, **options) as it,
+            pytest.raises(ConfigError, match="inference='workers'"),
+        ):
+            it.next()
+
+
+@pytest.mark.parametrize("env", [Choosy, Drawing])
+def test_a_parallel_env_does_not_draw_what_only_workers_could_draw(env):
+    several = ParallelEnv(2, env)
+    with pytest.raises(ConfigError, match="act by a policy"):
+        several.rollout(2)
+    several.close()
+
+
+def test_an_environment_that_is_several_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match="made a SyncVectorEnv.*inference='workers'"):
+        MultiSyncCollector(
+            lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+            num_workers=1,
+            inference="central",
+            frames_per_batch=4,
         )
 
 

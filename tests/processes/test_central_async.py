@@ -20,8 +20,10 @@ import warm
 from central_rig import ENVS, POLICIES, SIZES, Counting, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torchrl.data import Bounded
+from torchrl.modules import OrnsteinUhlenbeckProcessModule
 
 from gleanrl import (
     Collector,
@@ -637,6 +639,7 @@ def test_the_death_of_the_process_of_the_policy_is_named_and_leaves_nothing():
     ("options", "message"),
     [
         ({"max_batch_size": 2, "min_batch_size": 3}, "must be at most max_batch_size"),
+        ({"min_batch_size": 2}, "at most the 1 environments"),
         ({"transition_chunk_size": 0}, "transition_chunk_size"),
         ({"transition_chunk_size": 2, "compact_obs": True}, "exclude each other"),
         ({"max_wait_s": -1.0}, "max_wait_s"),
@@ -668,6 +671,36 @@ def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
             inference="central",
             policy_process=False,
         )
+
+
+def remembering(tensordict):
+    last = tensordict.get("_last", None)
+    now = torch.zeros(tensordict.shape, dtype=torch.int64) if last is None else 1 - last
+    return tensordict.set("_last", now).set("action", now)
+
+
+@pytest.mark.filterwarnings("ignore:The tensordict passed to Ornstein")
+def test_a_policy_that_keeps_private_entries_for_its_next_call_is_refused():
+    noisy = OrnsteinUhlenbeckProcessModule(spec=Bounded(-2.0, 2.0, (1,)), annealing_num_steps=10)
+    still = TensorDictModule(lambda angle: angle[..., :1] * 0, ["observation"], ["action"])
+    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
+    for env, policy, name in (
+        ("CartPole-v1", remembering, "_last"),
+        ("Pendulum-v1", TensorDictSequential(still, noisy), "_ou_prev_noise"),
+    ):
+        with pytest.raises(PolicyError, match=f"'{name}'.*next call.*inference='workers'"):
+            MultiAsyncCollector([env], policy, **options)
+
+
+def test_private_entries_that_the_same_call_reads_are_its_own_affair():
+    policy = TensorDictSequential(
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["_features"]),
+        TensorDictModule(lambda features: features.argmax(-1), ["_features"], ["action"]),
+    )
+    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
+    with MultiAsyncCollector(["CartPole-v1"], policy, **options) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["action"], policy(batch.select("observation"))["action"])
 
 
 def test_a_policy_that_changes_its_outputs_is_told_what_to_do():
@@ -761,6 +794,7 @@ def test_whole_trajectories_go_into_a_buffer(options):
         (["CartPole-v1"], {"policy": len, "env_backend": "ray"}, ConfigError, "RayCollector"),
         (["CartPole-v1"], {"policy": len, "driver_affinity": [0]}, ConfigError, "of its own"),
         (["CartPole-v1"], {"policy": len, "policy_version": 3}, ConfigError, "must be 0"),
+        (["CartPole-v1"], {"policy": len, "track_policy_version": False}, TypeError, "takes no"),
         (
             ["CartPole-v1"],
             {"policy": len, "transition_chunk_size": "a"},

@@ -215,6 +215,16 @@ def test_seeds_are_fixed_or_fresh_and_exploration_can_be_chosen():
         assert not evaluator.evaluate().returns.equal(evaluator.evaluate().returns)
 
 
+@pytest.mark.parametrize("backend", ["process", "inline"])
+def test_an_evaluator_with_a_seed_draws_nothing_from_the_learners_generator(backend):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    kwargs = {"policy_factory": lambda: noisy, "num_trajectories": 1, "max_steps": 3}
+    with Evaluator("Pendulum-v1", seed=3, backend=backend, **kwargs) as evaluator:
+        evaluator.evaluate()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("kind", "deterministic"), [(None, True), (ExplorationType.RANDOM, False)])
 def test_policies_act_deterministically_unless_told_otherwise(kind, deterministic):
     from tensordict.nn import ProbabilisticTensorDictModule as Sampler

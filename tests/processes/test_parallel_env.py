@@ -329,7 +329,7 @@ class Remembering(EnvBase):
 )
 def test_data_without_a_fixed_layout_are_refused_at_the_start(spec):
     env = ParallelEnv(1, lambda: Remembering(text=spec))
-    with pytest.raises(ConfigError, match="'text' of Remembering .* collector with workers"):
+    with pytest.raises(ConfigError, match="'text' of Remembering .* inference='workers'"):
         env.start()
 
 

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModule
 from tests.covering import examples
 from torch import nn
 
-from gleanrl import ConfigError, EnvError
+from gleanrl import ConfigError, EnvError, PolicyError
 from gleanrl.collectors import Collector, Evaluator, MultiAsyncCollector
 from gleanrl.envs import GymEnv
 
@@ -193,6 +193,15 @@ def test_recurrent_states_are_those_of_the_environment():
         assert torch.equal(batch["next", "memory"], step + 1)
         assert torch.equal(batch["first"], step == 0)
     collector.shutdown()
+
+
+def test_a_policy_that_keeps_private_entries_for_its_next_call_is_refused():
+    def remembering(tensordict):
+        last = tensordict.get("_last", torch.zeros(tensordict.shape, dtype=torch.int64))
+        return tensordict.set("_last", last + 1).set("action", last % 5)
+
+    with pytest.raises(PolicyError, match=r"'_last'.*next call.*leave out batch_size"):
+        Collector(AtariVectorEnv([5] * 4, 2), remembering, frames_per_batch=8)
 
 
 def test_each_frame_has_the_version_of_the_policy_that_made_it():

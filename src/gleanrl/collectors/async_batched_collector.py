@@ -149,9 +149,7 @@ class AsyncBatchedCollector(MultiCollector):
             frames, chunk = check_int("transition_chunk_size", chunk, least=1), None
         schemes = None if weight_sync is None else {weight_sync_model_id: weight_sync}
         workers, each = _dealt(create_env_fn, create_env_kwargs, envs_per_worker)
-        super().__init__(
-            workers,
-            policy,
+        own = dict(
             policy_factory=policy_factory,
             inference="central",
             policy_process=policy_factory is not None,
@@ -174,8 +172,13 @@ class AsyncBatchedCollector(MultiCollector):
             weight_sync_schemes=schemes,
             track_policy_version=policy_version_key is not None,
             **devices,
-            **options,
         )
+        if taken := own.keys() & options:
+            raise ArgumentTypeError(
+                f"AsyncBatchedCollector takes no {min(taken)}=, which its other arguments decide; "
+                "MultiAsyncCollector with inference='central' takes it"
+            )
+        super().__init__(workers, policy, **own, **options)
         if counted:
             self.collection.pipeline.least_frames = batch
 

@@ -328,7 +328,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
                 + (
                     "backend='process'"
                     if self.collection.plan.central is None
-                    else "policy_process=True"
+                    else "policy_process=True (of an AsyncBatchedCollector: policy_factory=)"
                 )
             )
 

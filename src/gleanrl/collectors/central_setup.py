@@ -200,7 +200,7 @@ def central_plan(
         sync=sync,
         in_process=True,
         central=sharing,
-        acting=acting if sync else JointPolicy(acting, call_sizes(arguments).most),
+        acting=acting if sync else JointPolicy(acting, arguments["max_batch_size"]),
     )
     if sync:
         plan.batches = replace(plan.batches, cat=0)
@@ -261,9 +261,15 @@ def in_whole_rollouts(arguments: Arguments, functions: Sequence[Any]) -> Argumen
     return {**arguments, "frames_per_batch": frames + missing}
 
 
-def call_sizes(arguments: Arguments) -> CallSizes:
+def call_sizes(arguments: Arguments, functions: Sequence[Any]) -> CallSizes:
     """Return which environments a call of the policy acts for."""
     most, least = arguments["max_batch_size"], arguments["min_batch_size"]
     if most is not None and most < least:
         raise ConfigError(f"min_batch_size ({least}) must be at most max_batch_size ({most})")
+    count = sum(map(len, _members(arguments, functions)))
+    if count < least:
+        raise ConfigError(
+            f"min_batch_size ({least}) must be at most the {count} environments of all workers: "
+            "every call would wait for max_wait_s seconds"
+        )
     return CallSizes(least, most, arguments["max_wait_s"], arguments["max_ahead"])

@@ -454,11 +454,14 @@ class Evaluator:
         kwargs["policy_factory"] = policy_factory
         kwargs |= {"collector_class": plan, "cat_results": 0}
         collector: Any
-        if backend == "ray":
-            options = {"num_gpus": num_gpus, **(ray_kwargs or {})}
-            collector = RayCollector([env], policy, remote_configs=options, sync=True, **kwargs)
-        else:
-            collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
+        # A seed replaces the number that a collector draws for its streams.
+        with torch.random.fork_rng(devices=[], enabled=self._seed is not None):
+            if backend == "ray":
+                options = {"num_gpus": num_gpus, **(ray_kwargs or {})}
+                kwargs |= {"remote_configs": options, "sync": True}
+                collector = RayCollector([env], policy, **kwargs)
+            else:
+                collector = MultiSyncCollector([env], policy, backend=backend, **kwargs)
         inline = backend == "inline"
         self._player = player = _Player(collector, log_prefix, on_result, inline, dump_video)
         player.closing = weakref.finalize(self, player.close, CLOSE_TIMEOUT_S)

@@ -84,7 +84,8 @@ class MultiCollector(BaseCollector):
         affinity = read_affinity("worker_affinity", arguments["worker_affinity"], len(functions))
         self._affinity = affinity
         if read_inference(arguments, self._sync):
-            arguments, sizes = in_whole_rollouts(arguments, functions), call_sizes(arguments)
+            arguments = in_whole_rollouts(arguments, functions)
+            sizes = call_sizes(arguments, functions)
             process, kind = arguments["policy_process"], _KINDS[self._sync]
             process = not self._sync if process is None else process
             driver = driver_processors(arguments, process)

@@ -132,7 +132,7 @@ class SerialEnv(EnvBase):
         """Draw actions of all environments at once, unless one of them has its own method."""
         for key, spec in self._masked.items():
             spec.update_mask(_mask(self, key))
-        if not any(map(_draws_itself, self._envs)):
+        if not any(map(draws_itself, self._envs)):
             return super().rand_action(tensordict)
         roots = [None] * len(self._envs) if tensordict is None else tensordict.unbind(0)
         drawn = [
@@ -210,11 +210,11 @@ def _mask(env: Any, key: Key) -> torch.Tensor:
     return mask
 
 
-def _draws_itself(env: Any) -> bool:
+def draws_itself(env: Any) -> bool:
     """Tell whether an environment of GleanRL's, or one in it, overrides `rand_action`."""
     draws = getattr(env.rand_action, "__func__", None)
     if isinstance(env, SerialEnv) and draws is SerialEnv.rand_action:
-        return any(map(_draws_itself, env.members))
+        return any(map(draws_itself, env.members))
     return isinstance(env, EnvBase) and draws is not EnvBase.rand_action
 
 

@@ -66,11 +66,21 @@ def _size(shape: Size) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
+def _not_drawn_here() -> ConfigError:
+    return ConfigError(
+        "random actions would be others than those that the environments allow or draw, because "
+        "only their workers know these: collect with inference='workers', or act by a policy that "
+        "keeps to them"
+    )
+
+
 class TensorSpec:
     """Base of all specs: any tensor of one shape and dtype."""
 
     stepwise = False
     """Whether ``rand([T, P])`` equals ``T`` calls of ``rand([P])`` draw for draw."""
+    drawn_elsewhere = False
+    """Whether only the environment, in a worker, knows what may be drawn now."""
 
     def __init__(
         self, shape: Size = (1,), device: Device = None, dtype: torch.dtype | None = None
@@ -99,6 +109,8 @@ class TensorSpec:
         Floats are standard normal, flags fair, and whole numbers any that there are; between bounds
         they are uniform.
         """
+        if self.drawn_elsewhere:
+            raise _not_drawn_here()
         size = (*_size(shape), *self.shape)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(size, dtype=self.dtype, device=self.device)
@@ -221,6 +233,8 @@ class Bounded(TensorSpec):
         return Interval(self.low, self.high)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
+        if self.drawn_elsewhere:
+            raise _not_drawn_here()
         size = (*_size(shape), *self.shape)
         low, high, whole = self.low, self.high, not self.dtype.is_floating_point
         if not self.uniform:
@@ -275,6 +289,8 @@ class _Discrete(TensorSpec):
         return indices.to(self.dtype)
 
     def rand(self, shape: Size = ()) -> torch.Tensor:
+        if self.drawn_elsewhere:
+            raise _not_drawn_here()
         return self._values(self._draw((shape,) if isinstance(shape, int) else shape))
 
     def is_in(self, value: Any) -> bool:
@@ -321,6 +337,7 @@ class Categorical(_Discrete):
     def update_mask(self, mask: torch.Tensor | None) -> None:
         """Set the currently allowed values, ``[..., n]``; ``None`` for all."""
         self.mask = None if mask is None else mask.bool()
+        self.drawn_elsewhere = False
 
     @property
     def space(self) -> Choices:

@@ -31,7 +31,7 @@ from gleanrl.envs.rehearsal_proof import transformed_rows
 from gleanrl.envs.restarting_envs import Make, RestartingEnv, Restarts
 from gleanrl.envs.row_env import EnvRows, Row, RowEnv
 from gleanrl.envs.saved_state import load_state, save_state
-from gleanrl.envs.serial import SerialEnv, rows_of
+from gleanrl.envs.serial import SerialEnv, draws_itself, rows_of
 from gleanrl.envs.specs import Composite, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict_envs import (
@@ -50,8 +50,8 @@ from gleanrl.memory.shared import SharedMemory
 from gleanrl.memory.tensordicts import described, nest
 
 _INSTEAD = (
-    "a ParallelEnv passes data of one fixed layout through shared memory; give the environments to "
-    "a collector with workers, such as MultiSyncCollector, or to a SerialEnv"
+    "a ParallelEnv and inference='central' pass data of one fixed layout through shared memory; "
+    "give the environments to a collector with inference='workers', or to a SerialEnv"
 )
 
 SHARED = (
@@ -95,12 +95,15 @@ class EnvGroupInfo:
     """The observations that are requested info entries."""
 
 
-def without_masks(tree: Composite) -> Composite:
-    """Return specs that allow every action, as only the environments know what they allow now."""
-    tree = tree.clone()
-    for spec in masked_specs(tree).values():
+def learner_specs(env: Any) -> list[Composite]:
+    """Return specs of ``env`` that draw nothing where only ``env`` knows what is allowed now."""
+    trees = [widened(tree).clone() for tree in spec_trees(env)]
+    for spec in (spec for tree in trees for spec in masked_specs(tree).values()):
         spec.update_mask(None)
-    return tree
+        spec.drawn_elsewhere = True
+    for action in trees[1].leaves().values() if draws_itself(env) else ():
+        action.drawn_elsewhere = True
+    return trees
 
 
 def seed_streams(seed: int) -> None:
@@ -160,7 +163,7 @@ class EnvGroup:
         return EnvGroupInfo(
             batch=tuple(first.batch_size),
             device=first.device,
-            specs=tuple(without_masks(widened(tree)) for tree in spec_trees(first)),
+            specs=tuple(learner_specs(first)),
             direct=isinstance(row, RowEnv),
             infos=self.envs.info_entries,
         )
@@ -231,8 +234,7 @@ class EnvGroup:
         return None if specs is None or rows.parts.primed else (rows, specs)
 
     def _tensordict_rows(self) -> tuple[EnvRows, Mapping[Key, Spec]]:
-        trees = [without_masks(widened(tree)) for tree in spec_trees(self.envs.members[0])]
-        leaves = (spec_leaves(tree) for tree in trees[:2])
+        leaves = (spec_leaves(tree) for tree in learner_specs(self.envs.members[0])[:2])
         seen, acted = ({key: ForeignSpec(leaf) for key, leaf in found} for found in leaves)
         return TensorDictRows(TensorDictHandle(self.envs), (seen, acted)), acted
 

@@ -83,6 +83,9 @@ class JointPolicy:
                     f"{why}, which asynchronous central inference does not deliver; use "
                     "inference='workers'"
                 )
+            called.signature.check_needs_nothing_back(
+                "asynchronous central inference", "use inference='workers'"
+            )
             self._called, self._layout = called, _without_batch(env)
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)

@@ -258,6 +258,23 @@ class PolicySignature:
             return "the policy keeps the TensorDict that it is called on"
         return None
 
+    def check_needs_nothing_back(self, place: str, remedy: str) -> None:
+        """Check that the policy writes no private entry that only its next call can read.
+
+        Raises:
+            PolicyError: it does; ``place`` gives nothing back, and ``remedy`` says what does.
+        """
+        modules = modules_of(self.trace.whole.module)
+        declare = (m for m in modules if isinstance(m, TensorDictModuleBase))
+        read = {key for module in declare for key in as_keys(module.in_keys or ())}
+        private = (key for key in self.trace.whole.writes if is_private(key) and key[0] != NEXT)
+        if kept := [format_key(key) for key in private if key not in read]:
+            raise PolicyError(
+                f"the policy writes {', '.join(kept)}, which no module declares in in_keys: that "
+                f"is for its own next call, and {place} gives it nothing back; {remedy}. What "
+                "this call itself reads again is declared in in_keys, or kept in a variable"
+            )
+
 
 def learn(
     policy: Any,

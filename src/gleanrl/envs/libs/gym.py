@@ -131,6 +131,12 @@ def make_tensordict_env(
         storing: How the data of a Gymnasium environment are stored.
     """
     made, storing = build(factory, kwargs), storing or GymOptions()
+    if is_vector_env(made):
+        raise ConfigError(
+            f"create_env_fn made a {type(made).__name__}, which is several environments: a "
+            "ParallelEnv, a SerialEnv and inference='central' need single ones (num_envs= makes "
+            "several); a collector with inference='workers' takes it"
+        )
     if isinstance(made, gym.Env) and not is_tensordict_env(made):
         return GymEnv(made, **asdict(storing))
     if not is_tensordict_env(made):
