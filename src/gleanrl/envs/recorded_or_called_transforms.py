@@ -8,6 +8,7 @@ there, and in all other phases, a transform is called as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -112,10 +113,15 @@ def treatment(transform: Any) -> Treatment:
     Raises:
         Unproven: it is not known.
     """
-    name = qualified(type(transform)).removeprefix("torchrl.envs.transforms.")
+    kind: Any = type(transform)
+    return _treatment_of(kind)
+
+
+@functools.cache
+def _treatment_of(kind: type) -> Treatment:
+    name = qualified(kind).removeprefix("torchrl.envs.transforms.")
     if name not in _TREATMENTS:
-        kind = type(transform).__name__
-        raise Unproven(f"{kind} is not known to depend on the data of one step alone")
+        raise Unproven(f"{kind.__name__} is not known to depend on the data of one step alone")
     return _TREATMENTS[name]
 
 

@@ -199,13 +199,13 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
     """Return a phase of all transforms, in the order in which they are called."""
     transforms: list[Any] = list(zip(parts.transforms, parts.stands_for, strict=True))
     for part, theirs in reversed(transforms) if name == "_inv_call" else transforms:
-        call, trial, state, outside = _phase_of(part, theirs, name), None, [], []
+        trial, state, outside = None, [], []
         only: list[Any] | None = None
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
         elif treatment(part).lives and parts.members:
             part, lives, read = with_lives(part, parts)
-            call, outside = _phase_of(part, theirs, name), [(lives, read)]
+            outside = [(lives, read)]
         elif name in treatment(part).called:
             trial, only = _trial(part, theirs, name), [*part.in_keys, *part.out_keys, "_reset"]
         elif treatment(part).stateful:
@@ -215,6 +215,7 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         if any(tensor.is_shared() for tensor in state):  # type: ignore[no-untyped-call]  # torch's
             state = []  # other processes change them
         keys = None if only is None else frozenset(map(as_key, only))
+        call = _phase_of(part, theirs, name)
         yield Method(type(part).__name__, call, trial, state, keys, outside)
 
 

@@ -12,7 +12,7 @@ import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, starmap
+from itertools import chain, compress, starmap
 from multiprocessing.synchronize import SemLock
 from operator import attrgetter
 from typing import Any
@@ -60,7 +60,7 @@ class Parts:
     transforms: tuple[nn.Module, ...]
     """Transforms of all members at once, in the order in which they see an observation."""
     stands_for: tuple[tuple[nn.Module, ...], ...]
-    """For each of these, the transforms of the members if these act; then it does not."""
+    """For each of these, the transforms of the members that act in its place, or none."""
     leading: tuple[tuple[nn.Module, ...], ...]
     """The transforms before these that step and reset each member themselves."""
 
@@ -135,14 +135,12 @@ class Parts:
         )
 
     def alike(self) -> bool:
-        """Tell whether transforms of all members have the same numbers, apart from states."""
-        each = [_numbers(own) for own in self.own]
+        """Tell whether transforms that act for all members have the same numbers."""
+        for_all = [not theirs for theirs in self.stands_for]
+        each = [
+            [one for part in compress(own, for_all) for one in part.buffers()] for own in self.own
+        ]
         return all(all(map(torch.equal, each[0], other)) for other in each[1:])
-
-
-def _numbers(transforms: Sequence[nn.Module]) -> list[torch.Tensor]:
-    settled = (part for part in transforms if not treatment(part).acts_for_one)
-    return [one for part in settled for one in part.buffers()]
 
 
 _OF_EACH = ("shells", "members", "gym_envs", "own", "leading")
@@ -327,7 +325,7 @@ def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> tuple[Any, tup
     """Return transforms in ``shells``, of one member, around copies of all ``members`` at once.
 
     They share the buffers of the originals. Only their specs are used, and the methods of those
-    without a state.
+    that act for all members.
     """
     serial, compose = map(pkgutil.resolve_name, (_SERIAL, _COMPOSE))
     copies = [_copied(member, Tape(member._env)) for member in members]
@@ -462,8 +460,8 @@ _MOST_NOOPS = 2
 
 def copied_transform(part: Any) -> Any:
     """Return a copy of ``part`` with the same environment around it."""
+    _ = part.parent  # TorchRL keeps what it finds; a copy could not find it
     # Copying resolves the weak reference to what it is in, and copies that as well.
-    _ = part.parent  # which a copy could not find
     around = [part.__getstate__()[name] for name in _LINKS]
     memo = {id(one): one for one in around if one is not None} | _locks(part)
     copied = copy.deepcopy(part, memo)

@@ -98,9 +98,10 @@ class EnvGroupInfo:
 def learner_specs(env: Any) -> list[Composite]:
     """Return specs of ``env`` that draw nothing where only ``env`` knows what is allowed now."""
     trees = [widened(tree).clone() for tree in spec_trees(env)]
-    for spec in (spec for tree in trees for spec in masked_specs(tree).values()):
-        spec.update_mask(None)
-        spec.drawn_elsewhere = True
+    for tree in trees:
+        for spec in masked_specs(tree).values():
+            spec.update_mask(None)
+            spec.drawn_elsewhere = True
     for action in trees[1].leaves().values() if draws_itself(env) else ():
         action.drawn_elsewhere = True
     return trees
