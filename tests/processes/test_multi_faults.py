@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -590,13 +591,18 @@ def test_nothing_outlives_a_learner_that_is_killed_or_interrupted_or_just_ends(s
     assert (batches, err, started["at its end"].returncode) == (["16"], "", 0)
 
 
-def test_a_command_that_waits_for_a_rollout_has_the_deadline_of_the_rollout():
+def touch_and_hang(mark):
+    mark.touch()
+    rig.hang()
+
+
+def test_a_command_that_waits_for_a_rollout_has_the_deadline_of_the_rollout(tmp_path):
+    mark = tmp_path / "stepping"
+    hangs = rig.counting(1, fault=partial(touch_and_hang, mark), at=1)
     with MultiAsyncCollector(
-        [rig.counting(0), rig.counting(1, fault=rig.hang, at=1)],
-        frames_per_batch=8,
-        total_frames=-1,
-        timeout=0.5,
+        [rig.counting(0), hangs], frames_per_batch=8, total_frames=-1, timeout=0.5
     ) as collector:
-        collector.next()  # worker 1 is in its first rollout
+        collector.next()
+        rig.until(mark.exists)  # before its first rollout, worker 1 would answer
         with rig.in_time(), pytest.raises(CollectorTimeout, match=r"workers \[1\] .* 0.5 s"):
             collector.get_distant_attr("env.number")
