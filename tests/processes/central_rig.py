@@ -115,7 +115,15 @@ def recurrent(inputs, outputs):
 
 def on_tensordicts(inputs, outputs):
     net = linear(inputs, outputs)
-    return lambda td: td.set("action", net(td["observation"]).argmax(-1))
+
+    def act(td):
+        """Act on the number of calls for each environment, which only the TensorDict holds."""
+        before = td.get("_calls", torch.full(td.shape, 7))
+        assert torch.equal(before, td.get("calls", before))
+        action = (net(td["observation"]).argmax(-1) + before) % outputs
+        return td.set("action", action).set("calls", before + 1).set("_calls", before + 1)
+
+    return act
 
 
 POLICIES = {

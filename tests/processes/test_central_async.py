@@ -673,23 +673,18 @@ def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
         )
 
 
-def remembering(tensordict):
-    last = tensordict.get("_last", None)
-    now = torch.zeros(tensordict.shape, dtype=torch.int64) if last is None else 1 - last
-    return tensordict.set("_last", now).set("action", now)
-
-
 @pytest.mark.filterwarnings("ignore:The tensordict passed to Ornstein")
-def test_a_policy_that_keeps_private_entries_for_its_next_call_is_refused():
-    noisy = OrnsteinUhlenbeckProcessModule(spec=Bounded(-2.0, 2.0, (1,)), annealing_num_steps=10)
+def test_noise_whose_state_is_at_the_root_is_that_of_each_environment():
+    noisy = OrnsteinUhlenbeckProcessModule(
+        spec=Bounded(-2.0, 2.0, (1,)), theta=1.0, mu=1.0, sigma=0.0, dt=0.25, annealing_num_steps=10
+    )
     still = TensorDictModule(lambda angle: angle[..., :1] * 0, ["observation"], ["action"])
-    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
-    for env, policy, name in (
-        ("CartPole-v1", remembering, "_last"),
-        ("Pendulum-v1", TensorDictSequential(still, noisy), "_ou_prev_noise"),
-    ):
-        with pytest.raises(PolicyError, match=f"'{name}'.*next call.*inference='workers'"):
-            MultiAsyncCollector([env], policy, **options)
+    options = {"frames_per_batch": 5, "total_frames": 60, "inference": "central"}
+    policy = TensorDictSequential(still, noisy)
+    found = taken(MultiAsyncCollector(["Pendulum-v1"] * 3, policy, policy_process=False, **options))
+    steps = torch.arange(1, 61)[:, None]
+    for stream in streams(found, 3).values():
+        torch.testing.assert_close(stream["action"], 1 - 0.75 ** steps[: len(stream)])
 
 
 def test_private_entries_that_the_same_call_reads_are_its_own_affair():

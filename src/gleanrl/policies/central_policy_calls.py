@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, PolicyError, note
-from gleanrl.core.keys import Key, next_key
+from gleanrl.core.keys import NEXT, Key, as_key, format_key, next_key
 from gleanrl.core.layout import EnvLayout, numpy_dtype
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
@@ -23,7 +23,9 @@ from gleanrl.memory.tensordicts import env_root
 from gleanrl.operations.change_watch import writes_so_far
 from gleanrl.policies.diagnosis import wrote_otherwise
 from gleanrl.policies.env_contract import EnvContract
+from gleanrl.policies.lowering import reads_only_inputs
 from gleanrl.policies.policy import make_policy
+from gleanrl.policies.probe import PolicySignature
 from gleanrl.policies.program import (
     ProgramPolicy,
     check_kept,
@@ -38,9 +40,9 @@ class JointPolicy:
     """The policy of rollouts that run at their own pace.
 
     Each call gets a new TensorDict with the rows of all environments that wait: observations,
-    states, ``"is_init"`` and ``"step_count"``. Its batch size changes from call to call, and except
-    for states it holds nothing that the policy wrote at an earlier step. A policy that is captured
-    as a graph has calls of one size, which are filled up with copies of the first row.
+    states, ``"is_init"``, ``"step_count"`` and the root entries that the policy wrote in the last
+    calls for them. Its batch size changes from call to call. A policy that is captured as a graph
+    has calls of one size, which are filled up with copies of the first row.
     """
 
     def __init__(self, inner: Any, most: int | None = None) -> None:
@@ -61,6 +63,10 @@ class JointPolicy:
         self._likes: Mapping[Key, torch.Tensor]
         """What the first call wrote."""
         self._known: Mapping[str, Any]
+        self._remembers: bool
+        """Whether the policy may read its earlier outputs."""
+        self._shown: Collection[Key]
+        """Root entries that each call is given anew."""
         self._roots: dict[tuple[int, ...], TensorDictBase] = {}
         self._staging: Staging | None = None
 
@@ -78,19 +84,16 @@ class JointPolicy:
             called = make_policy(policy, contract, specs, replace(options, fast=False))
             if not isinstance(called, ProgramPolicy):
                 return called
-            if why := called.signature.why_no_rows:
-                raise PolicyError(
-                    f"{why}, which asynchronous central inference does not deliver; use "
-                    "inference='workers'"
-                )
-            called.signature.check_needs_nothing_back(
-                "asynchronous central inference", "use inference='workers'"
-            )
+            _check_delivered(called.signature)
             self._called, self._layout = called, _without_batch(env)
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)
             if can_stage(called.device):
                 self._staging = make_staging(called.signature, env, called.device)
+            units = called.signature.trace.units
+            self._remembers = not all(reads_only_inputs(unit.module) for unit in units)
+            flags = (key for group in env.dones for key in group.keys())
+            self._shown = {*flags, *_root_entries(called, env)}
         elif _without_batch(env) != self._layout:
             raise ConfigError(
                 "the environments of one worker have other entries or shapes than those of "
@@ -106,7 +109,18 @@ class JointPolicy:
         return counts
 
     def act(self, seats: Sequence[Seat]) -> None:
-        """Act for all environments of ``seats``, whose rows get the results."""
+        """Act for all environments of ``seats``, whose rows get the results.
+
+        Seats with other remembered entries, such as none before their first call, have a call of
+        their own, because a TensorDict has an entry for all of its rows or for none.
+        """
+        alike: dict[frozenset[Key], list[Seat]] = {}
+        for seat in seats:
+            alike.setdefault(frozenset(seat.remembered), []).append(seat)
+        for some in alike.values():
+            self._call(some)
+
+    def _call(self, seats: Sequence[Seat]) -> None:
         began, called = monotonic(), self._called
         assert called is not None
         waiting = sum(seat.batch[0] for seat in seats)
@@ -117,6 +131,10 @@ class JointPolicy:
         root = self._root(batch, called.device)
         for name, value, _ in given:
             root.set(name, value)
+        for key in seats[0].remembered:
+            parts = [seat.remembered[key] for seat in seats]
+            parts += [parts[0][:1]] * (batch[0] - waiting)
+            root.set(item_name(key), torch.cat(parts))
         out = called.on_tensordict(root)
         check_known(out, self._known)
         check_kept(root, given)
@@ -124,10 +142,25 @@ class JointPolicy:
         for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
+        if self._remembers:
+            self._remember(out, seats)
         self.calls, self.rows = self.calls + 1, self.rows + waiting
         took = monotonic() - began
         for seat in seats:
             seat.seconds += took
+
+    def _remember(self, out: TensorDictBase, seats: Sequence[Seat]) -> None:
+        """Keep the root entries that the policy wrote, for the next calls for ``seats``."""
+        wrote = {
+            key: value.detach().clone()  # which the policy may write to in its next call
+            for name, value in out.items(include_nested=True, leaves_only=True)
+            if (key := as_key(name)) not in self._shown and key[0] != NEXT
+        }
+        begin = 0
+        for seat in seats:
+            end = begin + seat.batch[0]
+            seat.remembered = {key: value[begin:end] for key, value in wrote.items()}
+            begin = end
 
     def _show(
         self, device: torch.device, rows: Mapping[Key, Sequence[Any]], batch: tuple[int, ...]
@@ -159,17 +192,17 @@ class Seat:
 
     def __init__(self, joint: JointPolicy, called: ProgramPolicy, env: EnvLayout) -> None:
         self._joint = joint
-        self.inner, self.outputs = called.inner, called.outputs
+        self.inner, self.outputs, self._device = called.inner, called.outputs, called.device
         self.states, self.provided = called.states, called.provided
-        self.memory: Any = None
+        self.remembered: Mapping[Key, torch.Tensor] = {}
+        """Root entries that the policy wrote in the last call for these environments."""
         self.batch = env.batch_shape
         self.envs = env.num_envs
         self.seconds = 0.0
         """The duration of the calls of the policy in this rollout."""
         self.t = 0
         """The row whose actions are due."""
-        observed = (field.key for field in env.observations)
-        self._reads = {*observed, *called.states, *called.provided}
+        self._reads = _root_entries(called, env)
         self.shown: dict[Key, Sequence[Any]] = {}
         """Per entry that the policy is shown: its rows."""
         self.targets: dict[Key, list[Sequence[Any]]] = {}
@@ -203,10 +236,35 @@ class Seat:
         """Do nothing: all was written by the steps."""
 
     def forget(self) -> None:
-        """Do nothing: states are zeroed with the rows, and nothing else is remembered."""
+        self.remembered = {}
+
+    @property
+    def memory(self) -> Any:
+        return {key: value.clone() for key, value in self.remembered.items()} or None
+
+    @memory.setter
+    def memory(self, entries: Any) -> None:
+        entries = entries or {}
+        self.remembered = {k: v.to(self._device, copy=True) for k, v in entries.items()}
 
     def explain(self) -> list[str]:
         return ["called as it is, at once for all environments of workers that wait for an action"]
+
+
+def _root_entries(called: ProgramPolicy, env: EnvLayout) -> Collection[Key]:
+    """Return the entries of a row that a policy is shown."""
+    return {*(field.key for field in env.observations), *called.states, *called.provided}
+
+
+def _check_delivered(signature: PolicySignature) -> None:
+    """Check that rows of known entries hold all that the policy wrote."""
+    why, wrote = signature.why_no_rows, signature.trace.whole.writes.items()
+    objects = (format_key(key) for key, value in wrote if not isinstance(value, torch.Tensor))
+    why = why or next((f"the policy writes {name}, which is no tensor" for name in objects), None)
+    if why:
+        raise PolicyError(
+            f"{why}, which asynchronous central inference does not deliver; use inference='workers'"
+        )
 
 
 def _without_batch(env: EnvLayout) -> EnvLayout:

@@ -462,6 +462,14 @@ def _is_tensordict_module(module: Any) -> bool:
     return isinstance(module, TensorDictModule) and uses(module, TensorDictModule, *methods)
 
 
+def reads_only_inputs(module: Any) -> bool:
+    """Tell whether ``module`` is known to read nothing of a TensorDict but its ``in_keys``."""
+    draws = isinstance(module, nn.Module) and uses(
+        module, ProbabilisticTensorDictModule, "forward", "get_dist", "_dist_sample"
+    )
+    return draws or isinstance(module, TensorCall) or _is_tensordict_module(module)
+
+
 def _require_plain_draw(module: Any, safe: bool) -> None:
     state = vars(module)
     owner = type(module) if safe else ProbabilisticTensorDictModule

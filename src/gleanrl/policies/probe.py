@@ -258,11 +258,11 @@ class PolicySignature:
             return "the policy keeps the TensorDict that it is called on"
         return None
 
-    def check_needs_nothing_back(self, place: str, remedy: str) -> None:
+    def check_needs_nothing_back(self) -> None:
         """Check that the policy writes no private entry that only its next call can read.
 
         Raises:
-            PolicyError: it does; ``place`` gives nothing back, and ``remedy`` says what does.
+            PolicyError: it does, for an asynchronous pool, which gives nothing back.
         """
         modules = modules_of(self.trace.whole.module)
         declare = (m for m in modules if isinstance(m, TensorDictModuleBase))
@@ -271,8 +271,9 @@ class PolicySignature:
         if kept := [format_key(key) for key in private if key not in read]:
             raise PolicyError(
                 f"the policy writes {', '.join(kept)}, which no module declares in in_keys: that "
-                f"is for its own next call, and {place} gives it nothing back; {remedy}. What "
-                "this call itself reads again is declared in in_keys, or kept in a variable"
+                "is for its own next call, and an asynchronous pool gives it nothing back; leave "
+                "out batch_size where the pool is made. What this call itself reads again is "
+                "declared in in_keys, or kept in a variable"
             )
 
 

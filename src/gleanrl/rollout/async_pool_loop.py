@@ -52,9 +52,7 @@ class AsyncPoolLoop(EnvLoop):
         super().__init__(pool, first, policy, options)
         self.num_envs, self._width = pool.all_envs, pool.num_envs
         if isinstance(policy, ProgramPolicy):
-            policy.signature.check_needs_nothing_back(
-                "an asynchronous pool", "leave out batch_size where the pool is made"
-            )
+            policy.signature.check_needs_nothing_back()
             policy.forgets = True  # each row is of other environments than the row before
         self._logged = logged_fields(
             self._fields.layout, self._fields.root_fields, pool.layout, policy
