@@ -140,10 +140,14 @@ def test_a_new_process_continues(tmp_path):
     ids=["workers", "central", "central_here"],
 )
 def test_asynchronous_collectors_deliver_each_frame_once(kwargs):
+    def counts(tensordict):
+        """Count the calls for each environment, which are the numbers that it observes."""
+        calls = tensordict.get("_calls", torch.zeros(tensordict.shape))
+        assert torch.equal(calls, tensordict["observation"][..., 0])
+        return tensordict.set("_calls", calls + 1).set("action", calls.long() * 0)
+
     def build():
-        return MultiAsyncCollector(
-            Numbers, policy_of("numbers"), num_workers=2, frames_per_batch=10, **kwargs
-        )
+        return MultiAsyncCollector(Numbers, counts, num_workers=2, frames_per_batch=10, **kwargs)
 
     check_each_frame_once(build)
 
