@@ -31,6 +31,7 @@ from gleanrl import (
     ConfigError,
     EnvError,
     MultiAsyncCollector,
+    MultiSyncCollector,
     PolicyError,
     WorkerDied,
 )
@@ -656,6 +657,16 @@ def test_what_makes_no_sense_is_refused(options, message):
         MultiAsyncCollector(
             ["CartPole-v1"], frames_per_batch=4, **{"inference": "central", **options}
         )
+
+
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
+def test_an_entry_that_differs_between_environments_is_named(kind):
+    makes, policy = (
+        ["CartPole-v1", "Acrobot-v1"],
+        lambda td: td.set("action", td["done"][..., 0].long()),
+    )
+    with pytest.raises(ConfigError, match=r"'observation' is \S+ of shape \(6,\) instead"):
+        kind(makes, policy, frames_per_batch=4, inference="central", policy_process=False)
 
 
 def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():

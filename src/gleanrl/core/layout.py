@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ class Field:
     dtype: torch.dtype
     device: torch.device | None = field(default=None, kw_only=True)
     """Where it is stored; ``None`` for memory of the host, which workers can share."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}" + (f" on {self.device}" if self.device else "")
 
     @property
     def nbytes(self) -> int:
@@ -137,3 +140,13 @@ class Layout:
     def all_envs(self) -> int:
         """The number of environments, for seeds and trajectory ids."""
         return self.num_envs if self.environments is None else self.environments
+
+
+def first_difference(one: Iterable[Field], other: Iterable[Field]) -> str | None:
+    """Say for an error which entry differs, and how; ``None`` if all entries are alike."""
+    ones, others = ({field.key: field for field in fields} for fields in (one, other))
+    for key in [*ones, *others]:
+        if ones.get(key) != others.get(key):
+            found, expected = (each.get(key, "missing") for each in (ones, others))
+            return f"{format_key(key)} is {found} instead of {expected}"
+    return None

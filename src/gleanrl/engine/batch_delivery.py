@@ -11,8 +11,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import TIME, TRAJ_IDS, format_key
-from gleanrl.core.layout import Layout
+from gleanrl.core.keys import TIME, TRAJ_IDS
+from gleanrl.core.layout import Layout, first_difference
 from gleanrl.core.protocols import SharedMemory
 from gleanrl.core.window import Array
 from gleanrl.memory.batch_arena import Arena, Order, Slab, Views
@@ -152,16 +152,13 @@ class BatchPlan:
 
 
 def _check_fields(layouts: Sequence[Layout]) -> None:
-    first = {field.key: field for field in layouts[0].fields}
     for worker, layout in enumerate(layouts):
-        fields = {field.key: field for field in layout.fields}
-        for key in [*first, *fields]:
-            if first.get(key) != fields.get(key):
-                raise ConfigError(
-                    f"workers cannot share a batch: {format_key(key)} is {fields.get(key)} in "
-                    f"worker {worker}, {first.get(key)} in worker 0; collect asynchronously, or "
-                    "make the environments alike"
-                )
+        difference = first_difference(layout.fields, layouts[0].fields)
+        if difference is not None:
+            raise ConfigError(
+                f"workers {worker} and 0 cannot share a batch: {difference}; collect "
+                "asynchronously, or make the environments alike"
+            )
 
 
 class Slots:

@@ -28,7 +28,7 @@ from gleanrl.core.keys import (
     is_private,
     outermost,
 )
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, first_difference
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.specs import Composite
 from gleanrl.envs.state_kinds import Node
@@ -115,17 +115,18 @@ def check_alike(declared: Mapping[int, tuple[Sequence[int], Iterable[Any]]]) -> 
     size, trees = declared[0]
     first = _entries(trees)
     for index, (own, its) in declared.items():
-        differing = sorted(_entries(its) ^ first, key=str)
-        if differing or tuple(own) != tuple(size):
+        difference = first_difference(_entries(its), first)
+        if tuple(own) != tuple(size):
+            difference = f"the batch size is {tuple(own)} instead of {tuple(size)}"
+        if difference is not None:
             raise ConfigError(
-                f"environments {index} and 0 do not declare the same data: batch sizes "
-                f"{tuple(own)} and {tuple(size)}, entries that differ: {differing[:4]}; "
+                f"environments {index} and 0 do not declare the same data: {difference}; "
                 "environments of one batch must agree"
             )
 
 
-def _entries(trees: Iterable[Any]) -> set[tuple[Key, tuple[int, ...], Any]]:
-    return {(k, tuple(s.shape), s.dtype) for tree in trees for k, s in spec_leaves(tree)}
+def _entries(trees: Iterable[Any]) -> list[Field]:
+    return [Field(k, tuple(s.shape), s.dtype) for tree in trees for k, s in spec_leaves(tree)]
 
 
 def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:

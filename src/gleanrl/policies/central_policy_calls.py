@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, PolicyError, note
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, next_key
-from gleanrl.core.layout import EnvLayout, numpy_dtype
+from gleanrl.core.layout import EnvLayout, first_difference, numpy_dtype
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
 from gleanrl.core.window import Window
@@ -94,10 +94,15 @@ class JointPolicy:
             self._remembers = not all(reads_only_inputs(unit.module) for unit in units)
             flags = (key for group in env.dones for key in group.keys())
             self._shown = {*flags, *_root_entries(called, env)}
-        elif _without_batch(env) != self._layout:
+        elif _without_batch(env) != (first := self._layout):
+            difference = first_difference(
+                (*env.observations, *env.actions, *env.rewards),
+                (*first.observations, *first.actions, *first.rewards),
+            )
             raise ConfigError(
-                "the environments of one worker have other entries or shapes than those of "
-                "another; with inference='central' all must be alike"
+                "the environments of workers differ: "
+                f"{difference or 'they have other end flags, groups or batch dimensions'}; with "
+                "inference='central' all must be alike"
             )
         return Seat(self, self._called, env)
 
