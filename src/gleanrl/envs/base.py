@@ -324,7 +324,7 @@ class EnvBase(nn.Module, abc.ABC):
             tensordict: Root data, updated in place. If it has ``"_reset"`` masks, only environments
                 that they name are reset, and the others keep their data.
             set_state: Accepted for compatibility, without effect.
-            options: Options for the wrapped environment.
+            options: Arguments of `_reset`; Gymnasium's environments take ``options={...}``.
 
         Returns:
             ``tensordict``, or the new root data.
