@@ -400,7 +400,7 @@ class EnvBase(nn.Module, abc.ABC):
         """Give rewards their declared shape and dtype; check that none is missing."""
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
         for key, spec in self._env_specs.reward.leaves().items():
-            if _as_declared(after, key, spec, lead) is None:
+            if self._as_declared(after, key, spec, lead) is None:
                 raise EnvError(
                     f"{type(self).__name__}._step returned no {format_key(key)}; it returned "
                     f"{sorted(map(str, after.keys(True, True)))}"
@@ -409,6 +409,31 @@ class EnvBase(nn.Module, abc.ABC):
             for key, spec in self._env_specs.observation.leaves().items():
                 if (dtype := after.get(key).dtype) != spec.dtype:
                     raise TypeError(f"{format_key(key)} is {dtype}; its spec has {spec.dtype}")
+
+    def _as_declared(
+        self, data: TensorDictBase, key: Key, spec: Spec, lead: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Give an entry of ``data``, if it exists, the shape and dtype of ``spec``; return it."""
+        given: Any = data.get(key, None)
+        if given is None:
+            return None
+        if not isinstance(given, torch.Tensor):
+            raise self._wrong(key, f"= {given.data!r:.100}; it must be a number or a tensor")
+        value, shape = given, (*lead, *spec.shape)
+        if given.shape != shape and given.numel() == math.prod(shape):
+            value = value.reshape(shape)
+        elif given.shape != shape and -1 not in shape:
+            raise self._wrong(key, f"of shape {tuple(given.shape)}; its spec declares {shape}")
+        if given.dtype != spec.dtype:
+            value = value.to(spec.dtype)
+            if (value.isinf() & ~given.isinf()).any():
+                raise self._wrong(key, f"= {given!r:.100}, which overflows {spec.dtype}; scale it")
+        if value is not given:
+            data.set(key, value)
+        return value
+
+    def _wrong(self, key: Key, what: str) -> EnvError:
+        return EnvError(f"{type(self).__name__} returned {format_key(key)} {what}")
 
     def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)
@@ -571,7 +596,7 @@ class EnvBase(nn.Module, abc.ABC):
         for group in () if self._returns_all else known.ends.groups:
             keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
             declared = known.done[keys[0]]
-            done, dead, late = (_as_declared(data, key, declared, lead) for key in keys)
+            done, dead, late = (self._as_declared(data, key, declared, lead) for key in keys)
             if done is None:
                 there = [flag for flag in (dead, late) if flag is not None]
                 done = torch.stack(there).any(0) if there else declared.zero(lead)
@@ -678,27 +703,6 @@ def _names(data: TensorDictBase) -> Collection[str]:
     if isinstance(data, LazyStackedTensorDict):
         return {name for part in data.tensordicts for name in _names(part)}
     return data.keys()  # type: ignore[no-any-return]
-
-
-def _as_declared(
-    data: TensorDictBase, key: Key, spec: Spec, lead: Sequence[int]
-) -> torch.Tensor | None:
-    """Return an entry of ``data``, if it exists, with the dtype of ``spec``, and its shape."""
-    given: Any = data.get(key, None)
-    if given is None:
-        return None
-    if not isinstance(given, torch.Tensor):
-        raise EnvError(f"{format_key(key)} is {given.data!r:.100}; it must be a number or a tensor")
-    value, shape = given, (*lead, *spec.shape)
-    if given.shape != shape and given.numel() == math.prod(shape):
-        value = value.reshape(shape)
-    if given.dtype != spec.dtype:
-        value = value.to(spec.dtype)
-        if (value.isinf() & ~given.isinf()).any():
-            raise EnvError(f"{format_key(key)} {given!r:.100} overflows {spec.dtype}; scale it")
-    if value is not given:
-        data.set(key, value)
-    return value
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
