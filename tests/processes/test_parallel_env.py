@@ -151,7 +151,7 @@ def play(env, operations, seed):
         elif operation == "reset":
             root = env.reset()
         elif operation == "options":
-            root = env.reset(start=100.0)
+            root = env.reset(options={"start": 100.0})
         elif operation == "some":
             for key in env.done_keys:
                 prefix = (key,) if isinstance(key, str) else key
@@ -380,7 +380,8 @@ def test_options_reach_only_the_reset_that_they_were_given_to():
     with ParallelEnv(2, Walk) as env:
         root = env.reset()
         root["_reset"] = torch.tensor([[False], [True]])
-        assert (env.reset(root, start=100.0)["place"] > 50).all(1).tolist() == [False, True]
+        begun = env.reset(root, options={"start": 100.0})
+        assert (begun["place"] > 50).all(1).tolist() == [False, True]
         assert (env.reset()["place"] < 50).all()
 
 

@@ -447,6 +447,10 @@ def test_arguments_of_torchrls_batches_are_taken():
             batch(1, "CartPole-v1", serial_for_singel=True)
 
 
+def paid(reward, **entries):
+    return TensorDict({"x": torch.ones(1), "reward": reward, **entries})
+
+
 def returning(reset=None, step=None, **options):
     class Odd(EnvBase):
         def __init__(self):
@@ -472,6 +476,13 @@ def returning(reset=None, step=None, **options):
         (lambda: returning(reset=(1, 2)), r"Odd._reset returned \(1, 2\), not a TensorDict"),
         (lambda: returning(step=5), r"Odd._step returned 5, not a TensorDict"),
         (lambda: returning(step=TensorDict({"x": torch.ones(1)})), "returned no 'reward'"),
+        (lambda: returning(step=paid(None)), "Odd returned 'reward' = None; it must be a number"),
+        (lambda: returning(step=paid("1")), "'reward' = '1'; it must be a number"),
+        (lambda: returning(step=paid(np.float64(1e39))), r"'reward' = .* overflows torch.float32"),
+        (lambda: returning(step=paid(1.0, done="no")), "'done' = 'no'; it must be a number"),
+        (lambda: returning(step=paid(torch.ones(2))), r"'reward' of shape \(2,\); .* \(1,\)"),
+        (lambda: returning(step=paid(1.0, done=torch.zeros(2))), r"'done' of shape \(2,\)"),
+        (lambda: returning(shared := paid(1.0), shared), "_step returned the TensorDict that it"),
         (
             lambda: returning(TensorDict({"x": torch.ones(1), "done": torch.ones(1).bool()})),
             "returned episodes that are over.*allow_done_after_reset",
@@ -481,6 +492,21 @@ def returning(reset=None, step=None, **options):
 def test_what_an_environment_returns_wrongly_is_told(env, message):
     with pytest.raises(EnvError, match=message):
         env().rollout(2)
+
+
+def test_rewards_and_end_flags_get_their_declared_dtype():
+    class Paying(type(returning())):
+        def _step(self, tensordict):
+            self.taken = getattr(self, "taken", 0) + 1
+            given = [-0.1, 1, True, np.float64(0.5), torch.tensor(3)][self.taken - 1]
+            return paid(given, done=int(self.taken == 5))
+
+    with Collector(Paying(), None, frames_per_batch=5) as collector:
+        after = collector.rollout()["next"]
+    assert after["reward"].flatten().tolist() == pytest.approx([-0.1, 1, 1, 0.5, 3])
+    assert after["reward"].dtype == torch.float32
+    assert after["done"].dtype == after["terminated"].dtype == torch.bool
+    assert after["done"].flatten().tolist() == [False] * 4 + [True]
 
 
 def test_specs_that_do_not_fit_the_batch_are_told():

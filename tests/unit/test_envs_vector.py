@@ -363,7 +363,7 @@ def test_seeds_reach_every_environment():
 def test_options_reach_the_environments():
     native = Native(AutoresetMode.NEXT_STEP)
     with Collector(native, None, frames_per_batch=3) as collector:
-        collector.reset(low=3)
+        collector.reset(options={"low": 3})
     assert native.reset_with[-1] == (None, {"low": 3})
 
 

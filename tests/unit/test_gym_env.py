@@ -10,9 +10,11 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from torchrl.envs import GymEnv as TorchRLGymEnv
+from torchrl.envs import GymWrapper as TorchRLGymWrapper
+from torchrl.envs import SerialEnv as TorchRLSerialEnv
 from torchrl.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
-from gleanrl import ConfigError, EnvError, UnknownEnvError
+from gleanrl import Collector, ConfigError, EnvError, UnknownEnvError
 from gleanrl.data import Categorical, Composite, OneHot
 from gleanrl.envs import EnvCreator, GymEnv, GymWrapper, SerialEnv, set_gym_backend
 
@@ -238,16 +240,54 @@ def test_a_static_seed_is_the_same_for_all():
 def test_reset_options_are_passed_on():
     inner = Counter()
     env = GymEnv(inner)
-    env.reset(level=3)
+    env.reset(options={"level": 3})
     env.reset()
     assert inner.options == [{"level": 3}, None]
 
 
-def test_reset_options_may_have_any_name():
-    inner = Counter()
-    options = {"envs": [1], "carry": 2, "env": 3, "seed": 4, "options": 5}
-    GymEnv(inner).reset(**options)
-    assert inner.options == [options]
+class Shifted(Counter):
+    """Begins where the options of its reset say."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = (options or {}).get("start", 0)
+        return self._see(), {}
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [Shifted] * 2,
+        lambda: gym.vector.SyncVectorEnv([Shifted] * 2),
+        lambda: gym.vector.SyncVectorEnv([Shifted] * 2, autoreset_mode="Disabled"),
+        lambda: SerialEnv(2, Shifted),
+        lambda: TorchRLSerialEnv(2, lambda: TorchRLGymWrapper(Shifted())),
+    ],
+    ids=["single", "vector", "masked", "serial", "TorchRL"],
+)
+def test_options_are_given_to_a_collectors_reset_as_to_gymnasiums(make, fast):
+    with Collector(make(), None, frames_per_batch=4, fast=fast) as collector:
+        collector.reset(options={"start": 7})
+        assert collector.rollout()["observation"][:, 0, 0].tolist() == [7, 7]
+        collector.reset()
+        assert collector.rollout()["observation"][:, 0, 0].tolist() == [0, 0]
+
+
+def test_reset_passes_arguments_on_and_refuses_a_seed_for_all():
+    class Leveled(Counter):
+        def reset(self, *, envs=0, carry=0, env=0, **given):
+            self.given = envs, carry, env
+            return super().reset(**given)
+
+    inner = Leveled()
+    GymEnv(inner).reset(envs=1, carry=2, env=3)
+    assert inner.given == (1, 2, 3)
+    with pytest.raises(TypeError, match="level") as caught:
+        GymEnv(Counter()).reset(level=3)
+    assert "in its reset(seed=None, options=None, level=3)" in caught.value.__notes__[0]
+    with pytest.raises(ConfigError, match="seed=.*call set_seed"):
+        GymEnv(Counter()).reset(seed=3)
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
 
         Args:
             reset_idx: One bool per worker; all by default.
-            **kwargs: Options for `gymnasium.Env.reset`.
+            **kwargs: Arguments of the environment's ``reset``; Gymnasium's takes ``options={...}``.
 
         Raises:
             ConfigError: anything but one bool per worker.

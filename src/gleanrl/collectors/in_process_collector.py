@@ -194,7 +194,7 @@ class Collector(BaseCollector):
 
         Args:
             index: Which environments, by position in the batch; all by default.
-            **kwargs: Options for `gymnasium.Env.reset`.
+            **kwargs: Arguments of the environment's ``reset``; Gymnasium's takes ``options={...}``.
         """
         chosen = None if index is None else read_index(index, self._engine.num_envs)
         self.collection.restart({0: m.Reset(chosen, kwargs)})

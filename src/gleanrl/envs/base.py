@@ -15,6 +15,7 @@ from torch import nn
 from gleanrl.core.errors import ConfigError, EnvError, for_users
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int, read_device
+from gleanrl.core.protocols import Spec
 from gleanrl.envs.specs import Binary, Composite, Unbounded
 from gleanrl.envs.tensordict_envs import (
     SPEC_GROUPS,
@@ -324,7 +325,7 @@ class EnvBase(nn.Module, abc.ABC):
             tensordict: Root data, updated in place. If it has ``"_reset"`` masks, only environments
                 that they name are reset, and the others keep their data.
             set_state: Accepted for compatibility, without effect.
-            options: Options for the wrapped environment.
+            options: Arguments of `_reset`; Gymnasium's environments take ``options={...}``.
 
         Returns:
             ``tensordict``, or the new root data.
@@ -353,7 +354,13 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             EnvError: `_step` returned no TensorDict, or no reward.
         """
-        after = self._complete(self._checked(self._step(tensordict), "_step"))
+        after = self._checked(self._step(tensordict), "_step")
+        if after is tensordict:
+            raise EnvError(
+                f"{type(self).__name__}._step returned the TensorDict that it was given, or that "
+                "_reset returned before; return a new one"
+            )
+        self._complete(after)
         if not self._returns_all:
             self._complete_step(after)
         return self._finish(tensordict, after)
@@ -390,19 +397,43 @@ class EnvBase(nn.Module, abc.ABC):
                     )
 
     def _complete_step(self, after: TensorDictBase) -> None:
-        """Give rewards their declared shape; check that none is missing."""
+        """Give rewards their declared shape and dtype; check that none is missing."""
         lead = after.batch_size[: after.ndim - len(self.batch_size)]
         for key, spec in self._env_specs.reward.leaves().items():
-            if _shaped(after, key, (*lead, *spec.shape)) is None:
+            if self._as_declared(after, key, spec, lead) is None:
                 raise EnvError(
                     f"{type(self).__name__}._step returned no {format_key(key)}; it returned "
                     f"{sorted(map(str, after.keys(True, True)))}"
                 )
         if self.run_type_checks:
-            for tree in (self._env_specs.observation, self._env_specs.reward):
-                for key, spec in tree.leaves().items():
-                    if (dtype := after.get(key).dtype) != spec.dtype:
-                        raise TypeError(f"{format_key(key)} is {dtype}; its spec has {spec.dtype}")
+            for key, spec in self._env_specs.observation.leaves().items():
+                if (dtype := after.get(key).dtype) != spec.dtype:
+                    raise TypeError(f"{format_key(key)} is {dtype}; its spec has {spec.dtype}")
+
+    def _as_declared(
+        self, data: TensorDictBase, key: Key, spec: Spec, lead: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Give an entry of ``data``, if it exists, the shape and dtype of ``spec``; return it."""
+        given: Any = data.get(key, None)
+        if given is None:
+            return None
+        if not isinstance(given, torch.Tensor):
+            raise self._wrong(key, f"= {given.data!r:.100}; it must be a number or a tensor")
+        value, shape = given, (*lead, *spec.shape)
+        if given.shape != shape and given.numel() == math.prod(shape):
+            value = value.reshape(shape)
+        elif given.shape != shape and -1 not in shape:
+            raise self._wrong(key, f"of shape {tuple(given.shape)}; its spec declares {shape}")
+        if given.dtype != spec.dtype:
+            value = value.to(spec.dtype)
+            if (value.isinf() & ~given.isinf()).any():
+                raise self._wrong(key, f"= {given!r:.100}, which overflows {spec.dtype}; scale it")
+        if value is not given:
+            data.set(key, value)
+        return value
+
+    def _wrong(self, key: Key, what: str) -> EnvError:
+        return EnvError(f"{type(self).__name__} returned {format_key(key)} {what}")
 
     def _finish(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
         given = tensordict.get(NEXT, None)
@@ -559,14 +590,13 @@ class EnvBase(nn.Module, abc.ABC):
                 after.set(done, torch.ones_like(after.get(done)))
 
     def _complete(self, data: TensorDictBase) -> TensorDictBase:
-        """Give end flags their declared shape. Missing flags follow from others, or are False."""
+        """Give end flags their declared form. Missing flags follow from others, or are False."""
         known = self._env_specs
         lead = data.batch_size[: data.ndim - len(self.batch_size)]
         for group in () if self._returns_all else known.ends.groups:
             keys = [(*group.prefix, name) for name in ("done", "terminated", "truncated")]
             declared = known.done[keys[0]]
-            shape = (*lead, *declared.shape)
-            done, dead, late = (_shaped(data, key, shape) for key in keys)
+            done, dead, late = (self._as_declared(data, key, declared, lead) for key in keys)
             if done is None:
                 there = [flag for flag in (dead, late) if flag is not None]
                 done = torch.stack(there).any(0) if there else declared.zero(lead)
@@ -673,15 +703,6 @@ def _names(data: TensorDictBase) -> Collection[str]:
     if isinstance(data, LazyStackedTensorDict):
         return {name for part in data.tensordicts for name in _names(part)}
     return data.keys()  # type: ignore[no-any-return]
-
-
-def _shaped(data: TensorDictBase, key: Key, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return an entry of ``data``, if it exists, with ``shape`` if its size allows."""
-    value: torch.Tensor | None = data.get(key, None)
-    if value is not None and value.shape != shape and value.numel() == math.prod(shape):
-        value = value.reshape(shape)
-        data.set(key, value)
-    return value
 
 
 def _tensor(value: Any) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from gleanrl.envs.result_checks import (
     write_rewards,
 )
 from gleanrl.envs.result_writers import FieldWriter, InfoWriter, LeafWriter, info_fields
-from gleanrl.envs.row_env import EnvRows
+from gleanrl.envs.row_env import EnvRows, reset_arguments
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
 from gleanrl.envs.state_kinds import Node
@@ -221,7 +221,7 @@ class GymnasiumEnv(WindowEnv):
                 late_row[env] = check_flag(late, env, "truncated") or not dead
         began = monotonic()
         for env in ended if resets else ():
-            returned = self._reset_one(env, None)
+            returned = self._reset_one(env, {})
             for writer in self._writers:
                 writer.write_root(t, env, returned)
         self.reset_s += monotonic() - began
@@ -250,16 +250,17 @@ class GymnasiumEnv(WindowEnv):
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
         for env in range(len(self.envs)) if envs is None else envs:
-            returned = self._reset_one(env, options or None)
+            returned = self._reset_one(env, options)
             for writer in self._writers:
                 writer.write_carry(carry, env, returned)
 
-    def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        seed, self._seeds[env] = self._seeds[env], None
+    def _reset_one(self, env: int, given: Mapping[str, Any]) -> tuple[Any, Any]:
+        arguments, self._seeds[env] = reset_arguments(self._seeds[env], given), None
         try:
-            result = self.envs[env].reset(seed=seed, options=options)
+            result = self.envs[env].reset(**arguments)
         except Exception as err:
-            note(err, f"environment {env} raised this in its reset({seed=}, {options=})")
+            shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            note(err, f"environment {env} raised this in its reset({shown})")
             raise
         if isinstance(result, tuple) and len(result) == 2:
             return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -110,19 +110,17 @@ class RestartingEnv(GymnasiumEnv):
             return self._guarded[env](action)
         except Exception as err:
             note(err, f"environment {env} raised this; its action was {action!r:.200}")
-            observation, info = self._rebuilt(env, err)
+            observation, info = self._rebuilt(env, err, {})
             self._failed.append(env)
             return observation, 0.0, False, False, info
 
-    def _reset_one(self, env: int, options: dict[str, Any] | None) -> tuple[Any, Any]:
+    def _reset_one(self, env: int, given: Mapping[str, Any]) -> tuple[Any, Any]:
         try:
-            return super()._reset_one(env, options)
+            return super()._reset_one(env, given)
         except Exception as err:
-            return self._rebuilt(env, err, options)
+            return self._rebuilt(env, err, given)
 
-    def _rebuilt(
-        self, env: int, error: Exception, options: dict[str, Any] | None = None
-    ) -> tuple[Any, Any]:
+    def _rebuilt(self, env: int, error: Exception, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Build environment ``env`` anew, after ``error``; return the result of its reset."""
         while True:
             self._restarts.count(env, error)
@@ -130,7 +128,7 @@ class RestartingEnv(GymnasiumEnv):
                 self.envs[env].close()
             try:
                 self._build(env)
-                return super()._reset_one(env, options)
+                return super()._reset_one(env, given)
             except Exception as err:
                 error = err
 

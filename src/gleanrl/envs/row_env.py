@@ -26,6 +26,15 @@ from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
 
+def reset_arguments(seed: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Gymnasium's ``reset``, of which the user gave some."""
+    if "seed" in given:
+        raise ConfigError(
+            "reset() takes no seed=, which would be that of all environments; call set_seed()"
+        )
+    return {"seed": seed, "options": None, **given}
+
+
 class EnvRows(Resumable):
     """``P`` environments that step at once, into rows: the base class of all of these.
 

@@ -24,6 +24,7 @@ from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.result_checks import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.result_writers import VectorInfoWriter, VectorLeafWriter, VectorReset
+from gleanrl.envs.row_env import reset_arguments
 from gleanrl.envs.state_kinds import Node
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
@@ -313,13 +314,15 @@ class VectorResets:
         (seed, self._seed), (first, self._first) = (self._seed, None), (self._first, None)
         if first is not None and seed is None and not options:
             return first
-        result = self.env.reset(seed=seed, options=dict(options) or None)
+        result = self.env.reset(**reset_arguments(seed, options))
         return taken_apart(result, self.rows)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         mask = np.zeros(self.env.num_envs, bool)
         mask[envs] = True
-        result = self.env.reset(options={**options, "reset_mask": mask})
+        given = reset_arguments(None, options)
+        given["options"] = {**(given["options"] or {}), "reset_mask": mask}
+        result = self.env.reset(**given)
         return taken_apart(result, self.env.num_envs, envs)
 
     def forget_seed(self) -> None:
@@ -359,12 +362,12 @@ class EnvPoolResets(VectorResets):
         return direct_step(self.env) if self._may_be_direct else None
 
     def all(self, options: Mapping[str, Any]) -> VectorReset:
-        result = self.env.reset(**({"options": dict(options)} if options else {}))
+        result = self.env.reset(**options)
         return taken_apart(result, self.rows)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         # An EnvPool answers for the environments it was asked about only, in the order asked.
-        result = self.env.reset(envs.astype(np.int32), **({"options": options} if options else {}))
+        result = self.env.reset(envs.astype(np.int32), **options)
         return taken_apart(result, len(envs))
 
     def seed(self, seed: int, static: bool) -> None:
