@@ -9,6 +9,7 @@ import pytest
 import rig
 
 from gleanrl import (
+    Collector,
     CollectorTimeout,
     LazyTensorStorage,
     MultiAsyncCollector,
@@ -16,7 +17,7 @@ from gleanrl import (
     ReplayBuffer,
 )
 from gleanrl.core import messages as m
-from gleanrl.engine import session
+from gleanrl.engine import pipeline, session
 
 
 @pytest.fixture
@@ -80,3 +81,15 @@ def test_questions_have_a_deadline_of_their_own_while_rollouts_are_queued(kind, 
     with rig.in_time(10), pytest.raises(CollectorTimeout, match="did not answer Call"):
         collector._engine.request(0, m.Call("env.hang"), 0.5)
     collector.shutdown(0.5, raise_on_error=False)
+
+
+def test_trajectories_that_do_not_end_are_noticed(monkeypatch):
+    monkeypatch.setattr(pipeline, "_NOTICE_S", 0.0)
+    endless = functools.partial(rig.Count, length=10**9)
+    options = {"frames_per_batch": 4, "trajs_per_batch": 1, "total_frames": 40}
+    with (
+        Collector(endless, **options) as collector,
+        pytest.warns(UserWarning, match="set max_frames_per_traj") as told,
+    ):
+        assert list(collector) == []
+    assert len(told) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +23,8 @@ from gleanrl.memory.tensordicts import time_named
 
 _MOST_FRUITLESS = 100
 """Batches without a whole trajectory after which a warning says that none will come."""
+_NOTICE_S = 60.0
+"""Seconds without a whole trajectory after which a warning says so."""
 PostProc: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 Hook: TypeAlias = Callable[[Any], None]
 
@@ -53,7 +57,8 @@ class Pipeline:
         """Rollouts or whole trajectories are put one after another to batches of so many frames."""
         self._parts: list[TensorDictBase] = []
         """The parts of the next batch."""
-        self._fruitless = 0
+        self._fruitless, self._waits_since = 0, math.inf
+        """Batches in a row that completed too few trajectories, and when the first of them came."""
         self._equal = arguments["traj_quota"] == "equal"
         self._whole = _whole_trajectories(arguments)
 
@@ -81,15 +86,28 @@ class Pipeline:
                 ready.append(self._finish(whole, hook))
         if self._episodes_end:
             self._whole.flush()
-            self._fruitless = 0 if ready else self._fruitless + 1
-            if self._fruitless == _MOST_FRUITLESS:
-                warn(
-                    f"{_MOST_FRUITLESS} batches in a row held no whole trajectory: with "
-                    "reset_at_each_iter=True an episode has to fit into one batch; raise "
-                    "frames_per_batch or set max_frames_per_traj"
-                )
+        self._note_fruitless(bool(ready))
         # A loop over a collector that fills a buffer has one turn per collected batch.
         return ready if self._sink is None or self.least_frames else deque((None,))
+
+    def _note_fruitless(self, ready: bool) -> None:
+        """Warn where trajectories do not end, or not within the batch that cuts them."""
+        self._fruitless = 0 if ready else self._fruitless + 1
+        if self._fruitless <= 1:
+            self._waits_since = monotonic()
+        if self._episodes_end and self._fruitless == _MOST_FRUITLESS:
+            warn(
+                f"{_MOST_FRUITLESS} batches in a row held no whole trajectory: with "
+                "reset_at_each_iter=True an episode has to fit into one batch; raise "
+                "frames_per_batch or set max_frames_per_traj"
+            )
+        elif monotonic() - self._waits_since >= _NOTICE_S:
+            self._waits_since = math.inf
+            warn(
+                f"still waiting for trajectories to end: for {_NOTICE_S:.0f} s, {self._fruitless} "
+                "batches have completed too few for trajs_per_batch; lower it, or set "
+                "max_frames_per_traj if episodes do not end by themselves"
+            )
 
     def _join(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Return ``batch`` together with those before; ``None`` if more are to come."""
