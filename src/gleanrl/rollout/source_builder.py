@@ -91,15 +91,15 @@ class SourceBuilder:
         why_rows = made.only_rows
         if why_rows and not self.options.fast:
             raise ConfigError(f"{why_rows} and fast=False exclude each other")
+        if members is not None and not self.options.fast and not joint:
+            handle = _with_tensordicts(members)
+            return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
+        check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
         made.reset(first)
         contract = EnvContract.of_rows(
             made.layout, first, _one_hot(made.action_specs), made.checks_actions
         )
-        if members is not None and not self.options.fast and not joint:
-            handle = _with_tensordicts(members, contract.root)
-            return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
-        check_can_cut(made, self.options)
         policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy) and (why := policy.signature.why_no_rows):
             if why_rows:
@@ -245,10 +245,10 @@ def on_device(policy: Any, device: torch.device | None) -> Any:
     return policy
 
 
-def _with_tensordicts(rows: EnvRows, first: TensorDictBase) -> TensorDictHandle:
+def _with_tensordicts(rows: EnvRows, first: TensorDictBase | None = None) -> TensorDictHandle:
     """Step the user's object around ``rows``, unless their data are to be stored otherwise.
 
-    ``first`` is what the rows were reset to, because another reset would change later episodes.
+    ``first`` is what the rows were reset to, if they were.
     """
     inside = rows_of(rows.face)
     same = inside is not None and inside.options == rows.options
