@@ -92,7 +92,7 @@ class SourceBuilder:
         if why_rows and not self.options.fast:
             raise ConfigError(f"{why_rows} and fast=False exclude each other")
         if members is not None and not self.options.fast and not joint:
-            handle = _with_tensordicts(members)
+            handle = TensorDictHandle(_with_tensordicts(members), inner=made.inner)
             return self._serve_tensordicts(handle, env_checks_actions=False, why="fast=False")
         check_can_cut(made, self.options)
         first = Window.allocate(made.layout.observations, made.layout.num_envs, 1)
@@ -105,7 +105,9 @@ class SourceBuilder:
             if why_rows:
                 raise ConfigError(f"{why_rows} needs a policy that takes rows: {why}")
             if members is not None:
-                handle = _with_tensordicts(members, contract.root)
+                # Rows in workers reset by themselves, so their `ParallelEnv` is stepped.
+                env: Any = RowEnv(members) if members.memory is None else members.face
+                handle = TensorDictHandle(env, contract.root, inner=made.inner)
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
@@ -245,14 +247,11 @@ def on_device(policy: Any, device: torch.device | None) -> Any:
     return policy
 
 
-def _with_tensordicts(rows: EnvRows, first: TensorDictBase | None = None) -> TensorDictHandle:
-    """Step the user's object around ``rows``, unless their data are to be stored otherwise.
-
-    ``first`` is what the rows were reset to, if they were.
-    """
+def _with_tensordicts(rows: EnvRows) -> Any:
+    """Return the user's object around ``rows``, unless their data are to be stored otherwise."""
     inside = rows_of(rows.face)
     same = inside is not None and inside.options == rows.options
-    return TensorDictHandle(rows.face if same else RowEnv(rows), first, inner=rows.inner)
+    return rows.face if same else RowEnv(rows)
 
 
 def _contract_of(
