@@ -126,12 +126,24 @@ def on_tensordicts(inputs, outputs):
     return act
 
 
+def keeping(inputs, outputs):
+    """Is called as it is in every step, because it keeps the TensorDict."""
+    net, kept = linear(inputs, outputs), []
+
+    def act(td):
+        kept[:] = [td.set("action", net(td["observation"]).argmax(-1))]
+        return td
+
+    return act
+
+
 POLICIES = {
     "random": lambda *sizes: None,
     "greedy": greedy,
     "sampling": sampling,
     "recurrent": recurrent,
     "on TensorDicts": on_tensordicts,
+    "keeping": keeping,
 }
 SIZES = {"id": (4, 2), "function": (6, 3), "TensorDict environment": (4, 2)} | {
     "TorchRL's, transformed": (4, 2)

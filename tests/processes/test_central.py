@@ -71,6 +71,7 @@ PAIRS = {
     ("TensorDict environment", "sampling"),
     ("TensorDict environment", "on TensorDicts"),
     ("TorchRL's, transformed", "greedy"),
+    ("TorchRL's, transformed", "keeping"),
 }
 
 

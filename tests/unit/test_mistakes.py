@@ -368,6 +368,14 @@ def test_what_user_code_raises_keeps_its_class_and_says_where(make, note):
     assert any(re.search(note, text) for text in caught.value.__notes__)
 
 
+def test_a_policy_that_returns_a_clone_is_told_to_return_what_it_gets():
+    def act(td):
+        return td.clone().set("action", torch.zeros(td.shape, dtype=torch.int64))
+
+    with pytest.raises(PolicyError, match="'step_count'.*return the TensorDict that it gets"):
+        Collector("CartPole-v1", act, num_envs=2, max_frames_per_traj=3, **FRAMES)
+
+
 # -- iterating -------------------------------------------------------------------------------------
 
 
@@ -376,6 +384,7 @@ def test_what_user_code_raises_keeps_its_class_and_says_where(make, note):
     [
         Collector,
         partial(MultiSyncCollector, num_workers=2),
+        partial(MultiSyncCollector, num_workers=2, inference="central"),
         partial(MultiAsyncCollector, num_workers=2),
     ],
 )

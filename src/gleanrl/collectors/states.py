@@ -56,14 +56,15 @@ _ALL_BEGIN_ANEW = (
 def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, Any]:
     """Return counters, statistics, and policy and environment of ``worker0``, ``worker1``, …."""
     engine, in_process = collection.engine, collection.plan.in_process
-    if engine.closed and not in_process and engine.failure is None:
-        raise ClosedError(
-            "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
-            "state: keep the state_dict() from after each batch"
-        )
     with engine.turn(None):
         collection.settle()  # the state counts every row that is in the buffer
-        states, undelivered = engine.states(m.GetState(allow_pickle))
+        try:
+            states, undelivered = engine.states(m.GetState(allow_pickle))
+        except ClosedError:  # only environments of this process still have theirs
+            raise ClosedError(
+                "the collector was shut down, as an error or Ctrl-C in its loop does, so it has no "
+                "state: keep the state_dict() from after each batch"
+            ) from None
         policies = (
             [collection.weights.models.policy_state()] * engine.workers
             if in_process

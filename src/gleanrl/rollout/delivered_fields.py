@@ -296,7 +296,7 @@ def check_options(
         if delivered.get(key[key[0] == NEXT :]):
             raise PolicyError(
                 f"the policy writes {format_key(key)}, which the collector delivers itself: have "
-                "it write another name"
+                "it write another name, and return the TensorDict that it gets, not a clone"
             )
     observed = {*observed}
     if options.track_policy_version and POLICY_VERSION in observed:

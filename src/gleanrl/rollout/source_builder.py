@@ -105,7 +105,9 @@ class SourceBuilder:
             if why_rows:
                 raise ConfigError(f"{why_rows} needs a policy that takes rows: {why}")
             if members is not None:
-                handle = TensorDictHandle(RowEnv(members), contract.root, inner=made.inner)
+                # Rows in workers reset by themselves, so their `ParallelEnv` is stepped.
+                env: Any = RowEnv(members) if members.memory is None else members.face
+                handle = TensorDictHandle(env, contract.root, inner=made.inner)
                 return self._serve_tensordicts(handle, policy, env_checks_actions=False, why=why)
             if unfit := policy.signature.why_unfit:
                 raise PolicyError(f"{unfit}, which {_ONLY_KNOWN}")
