@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tests.unit.torchrl_rig import (
     SEEN,
     assert_equal,
@@ -121,6 +122,21 @@ def test_a_step_in_a_worker_begins_where_the_parent_says(build):
 @pytest.mark.parametrize("build", [around, lambda: parallel(counting)])
 def test_it_gives_what_torchrls_collector_gives(build):
     assert_like_torchrl(build)
+
+
+def remembering() -> Any:
+    def act(tensordict: Any) -> Any:
+        calls = tensordict.get("calls", torch.zeros(tensordict.shape, dtype=torch.int64))
+        tensordict.set("calls", calls + 1).set("_calls", calls + 1)
+        return tensordict.set("action", torch.sin(calls)[..., None].expand(*calls.shape, 2))
+
+    return act
+
+
+@pytest.mark.parametrize("build", [around, parallel, lambda: parallel(counting)])
+def test_a_bare_parallel_env_keeps_nothing_that_the_policy_wrote(build):
+    assert_like_torchrl(build, actor=remembering)
+    assert_equal(build, actor=remembering)
 
 
 def without_gleanrl() -> Any:

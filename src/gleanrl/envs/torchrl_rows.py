@@ -44,8 +44,10 @@ class TransformedRows(TensorDictRows):
         """
         super().__init__(handle)
         self._prove = prove
-        # A bare ``ParallelEnv`` shows workers other entries if episodes are cut while others end.
-        self.can_cut = bool(parts.members or parts.wholes)
+        self.drops_root = not (parts.members or parts.wholes)
+        """Whether the environment, a bare ``ParallelEnv``, keeps no entries of the policy's."""
+        # It also shows workers other entries if episodes are cut while others end.
+        self.can_cut = not self.drops_root
         _require_plain_layout(self.layout)
         self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
         """Called with members that are reset while others continue."""

@@ -139,6 +139,7 @@ class SourceBuilder:
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
             made.on_partial_reset = policy.zero_memory
+            policy.forgets = made.drops_root
         return EnvLoop(made, first, policy, self.options)
 
     def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
