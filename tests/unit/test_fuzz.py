@@ -17,13 +17,14 @@ from gleanrl.memory.tensor_files import TensorFileError
 def test_damaged_files_are_read_or_refused_and_change_nothing():
     with fuzz.drawing() as draw:
 
-        def ten(first):
-            return "\n".join(draw(number)[1]() for number in range(first, first + 10))
+        def five(first):
+            return "\n".join(draw(number)[1]() for number in range(first, first + 5))
 
-        calls = [(first, partial(ten, first)) for first in range(0, 60, 10)]  # forks are slow here
-        found = [said for _, said in trials.answers(calls, 10 * fuzz.DEADLINE_S)]
+        calls = [(first, partial(five, first)) for first in range(0, 40, 5)]  # forks are slow here
+        # Those with nodes mostly wait for deadlines.
+        found = [said for _, said in trials.answers(calls, 5 * fuzz.DEADLINE_S, jobs=4)]
     assert [said for said in found if trials.WRONG in said] == []
-    assert sum(len(said.splitlines()) for said in found) == 60
+    assert sum(len(said.splitlines()) for said in found) == 40
     assert len(set("\n".join(found).splitlines())) > 4
 
 
