@@ -10,7 +10,7 @@ import numpy as np
 
 from gleanrl.core.episode_returns import episodes_that_ended
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, Key, next_key
+from gleanrl.core.keys import DONE, IS_INIT, Key, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -94,10 +94,7 @@ class AsyncPoolLoop(EnvLoop):
             self._fields.begin(window, self._next_root)
             self.tracker.rows, versions = chunks.deliver(window)
             self.tracker.done = window.array(next_key(DONE))[..., 0]
-            self._fields.finish(window, self.tracker, steps, self.policy_version)
-            if self.options.track_policy_version:
-                for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
-                    window.array(key)[...] = versions
+            self._fields.finish(window, self.tracker, steps, versions)
         discarded, self._discarded = self._discarded, 0
         report = self._report(steps, int(versions.min()), discarded)
         return replace(report, frames=steps * self._width)

@@ -224,11 +224,8 @@ class PoolLoop(EnvLoop):
         if len(cut):
             self._fields.truncate(window, steps - 1, cut)
         self.tracker.end_all(done)
-        self._fields.finish(window, self.tracker, steps, self.policy_version)
+        self._fields.finish(window, self.tracker, steps, versions)
         log.root(self._next_root)
-        if versions is not None:
-            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
-                window.array(key)[:, :steps] = versions
 
     def _ready_log(self, steps: int) -> StepLog:
         old = self._log
