@@ -183,10 +183,10 @@ class _RowsTracker(Tracker):
         own, first, tail = envs[lead], run[lead, 0], np.roll(lead, -1)
         last, over = run[tail, -1], done[tail, -1]
         self._returns[self._begun], self._begun = 0.0, self._begun[:0]
-        totals[:, first] += self._returns[own], self._age[own]
+        totals[:, first] += self._returns[own], self.ages[own]
         self.ended = episodes_that_ended(totals[:, run[done]].T)
         if ids is not None:
             number = self._episode[envs] - first[lead.cumsum() - 1]
             ids[order] = (run + number[:, None]) * self._stride + self._index[envs, None]
         self._episode[own] += last - first + over
-        self._returns[own], self._age[own] = np.where(over, 0, totals[:, last])
+        self._returns[own], self.ages[own] = np.where(over, 0, totals[:, last])

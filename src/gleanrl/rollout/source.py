@@ -229,12 +229,11 @@ class BaseSource:
         return None
 
     def _running(self) -> dict[str, Any]:
-        """Return the loop's part of running episodes."""
-        raise NotImplementedError
+        """Return the loop's part of running episodes; here nothing."""
+        return {}
 
     def _run_on(self, episodes: Mapping[str, Any]) -> None:
         """Continue the loop's part of running episodes."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self._envs.close()
