@@ -52,7 +52,6 @@ class Walkers(EnvRows):
 
     def seed(self, seed, static=False):
         self.random = np.random.default_rng(seed)
-        return seed if static else seed + len(self.place) - 1
 
 
 def collect(env, **options):

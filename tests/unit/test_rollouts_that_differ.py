@@ -34,7 +34,14 @@ class Changing(CountingEnv):
         return self.change(found) if self.taken > 2 else found
 
 
+def uneven(td):
+    """Return ``td`` with an entry that only the first environment has."""
+    first, *others = (part.clone() for part in td.unbind(0))
+    return lazy_stack([first.set("odd", torch.zeros(1)), *others])
+
+
 CHANGES = {
+    "an entry of one environment": (uneven, "'odd'.*only some environments.*in all or in none"),
     "another entry": (lambda td: td.set("more", td["reward"]), "'more'.*float32.*was not there"),
     "another dtype": (lambda td: td.set("reward", td["reward"].double()), "'reward'.*float64.*32"),
     "another shape": (

@@ -34,7 +34,6 @@ _WORKER: Kind = {
         "envs": list,
         "fresh": bool,
         "root": {...: torch.Tensor},
-        "given": {...: torch.Tensor},
         "why": str,
         "pickle": bool,
     },

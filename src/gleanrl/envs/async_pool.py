@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.options import OwnOptions, check_int
+from gleanrl.core.options import OwnOptions
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_writers import VectorReset
 from gleanrl.envs.simulator_state import StateError
@@ -134,7 +134,6 @@ class _Ale(VectorResets):
         return returned
 
     def seed(self, seed: int, static: bool) -> None:
-        check_int("seed", seed, least=0)
         self._seed = np.full(self.env.num_envs, seed) if static else seed  # type: ignore[assignment]
 
 

@@ -16,7 +16,7 @@ import torch
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.options import GymOptions, check_int
+from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.base import EnvBase, close_all
@@ -266,13 +266,11 @@ class GymnasiumEnv(WindowEnv):
             return result
         return check_reset(result, f"environment {env}: reset")
 
-    def seed(self, seed: int, static: bool = False) -> int:
+    def seed(self, seed: int, static: bool = False) -> None:
         """Seed environment ``i`` and its action space with ``seed + i`` from the next reset on."""
-        seed = check_int("seed", seed, least=0)
         self._seeds = [seed if static else seed + i for i in range(len(self.envs))]
         for env, own in zip(self.envs, self._seeds, strict=True):
             env.action_space.seed(own)
-        return seed if static else seed + len(self.envs) - 1
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         super().resume(snapshot, allow_pickle)

@@ -17,7 +17,6 @@ import torch
 
 from gleanrl.core.keys import DONE, TERMINATED, Key, as_key, next_key
 from gleanrl.core.layout import EnvLayout, Field
-from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.recorded_or_called_transforms import (
     Entries,
@@ -60,6 +59,8 @@ class RecordedStep:
         """Seconds in resets."""
         self._besides = _besides_settings(parts)
         self._memory = memory = _Memory(layout, parts, passed)
+        self.members = memory.members
+        """The environments, without their transforms."""
         settings, constants, batch = parts.numbers, _watched(parts).tensors, layout.batch_shape
 
         def recorded(name: str, before: Entries, data: Entries) -> TransformProgram:
@@ -78,13 +79,8 @@ class RecordedStep:
         self._called = {phase: one.as_they_are for phase, one in programs.items()}
         self._watch = _watched(parts)  # transforms keep names that their first calls look up
 
-    @property
-    def action_specs(self) -> Mapping[Key, Spec]:
-        """What the spaces of the Gymnasium environments declare."""
-        return self._memory.members.action_specs
-
     def explain(self) -> str:
-        text = self._memory.members.explain()
+        text = self.members.explain()
         for transform in self.parts.transforms:
             name = type(transform).__name__
             called = [phase for phase, names in self._called.items() if name in names]

@@ -155,8 +155,8 @@ class EnvRows(Resumable):
         """Write data that are cheaper in bulk, of ``steps`` steps since `begin`; here nothing."""
 
     @abc.abstractmethod
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Seed every environment (from its next reset on); return the last seed used."""
+    def seed(self, seed: int, static: bool = False) -> None:
+        """Seed environment ``i`` with ``seed + i``, or with ``seed``, from its next reset on."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that must survive a restart (of transforms, say); here nothing."""

@@ -496,14 +496,9 @@ class TensorDictHandle:
             self.ends.truncate(root, envs)
             self.root = self.env.maybe_reset(root)
 
-    def seed(self, seed: int, static: bool = False) -> int:
-        """Pass ``seed`` to the environment, which derives its elements' seeds from it.
-
-        Returns:
-            ``seed + P - 1``: a batch of ``P`` environments counts as ``P``; ``seed`` if static.
-        """
+    def seed(self, seed: int, static: bool = False) -> None:
+        """Pass ``seed`` to the environment, which derives its elements' seeds from it."""
         self.env.set_seed(seed, static_seed=static)
-        return seed if static else seed + self.num_envs - 1
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the environment's ``state_dict``."""

@@ -132,9 +132,9 @@ class TensorDictRows(EnvRows):
             )
         row.copy_(value.detach())
 
-    def seed(self, seed: int, static: bool = False) -> int:
+    def seed(self, seed: int, static: bool = False) -> None:
         self._fresh_root = False
-        return self.handle.seed(seed, static)
+        self.handle.seed(seed, static)
 
     def state(self) -> dict[str, Any]:
         return self.handle.state()

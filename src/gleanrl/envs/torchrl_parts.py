@@ -27,6 +27,7 @@ from gleanrl.core.keys import Key, as_key
 from gleanrl.envs.recorded_or_called_transforms import Treatment, Unproven, treatment
 from gleanrl.envs.rehearsal_stand_ins import Tape
 from gleanrl.envs.serial import SerialEnv
+from gleanrl.envs.state_kinds import LINKS
 from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.change_watch import Watch
@@ -316,9 +317,7 @@ def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
     return type(part), {name: value for name, value in held.items() if name not in _NO_SETTINGS}
 
 
-_LINKS = ("_container", "_parent")
-"""Attributes by which transforms know their surroundings."""
-_NO_SETTINGS = {*_LINKS, *vars(nn.Module())}
+_NO_SETTINGS = {*LINKS, *vars(nn.Module())}
 
 
 def _around_all(members: Sequence[Any], shells: Sequence[Any]) -> tuple[Any, tuple[nn.Module, ...]]:
@@ -462,7 +461,7 @@ def copied_transform(part: Any) -> Any:
     """Return a copy of ``part`` with the same environment around it."""
     _ = part.parent  # TorchRL keeps what it finds; a copy could not find it
     # Copying resolves the weak reference to what it is in, and copies that as well.
-    around = [part.__getstate__()[name] for name in _LINKS]
+    around = [part.__getstate__()[name] for name in LINKS]
     memo = {id(one): one for one in around if one is not None} | _locks(part)
     copied = copy.deepcopy(part, memo)
     return own_counter(copied) if is_counter(part) else copied

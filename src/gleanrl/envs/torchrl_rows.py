@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -49,28 +47,21 @@ class TransformedRows(TensorDictRows):
         # It also shows workers other entries if episodes are cut while others end.
         self.can_cut = not self.drops_root
         _require_plain_layout(self.layout)
-        self.on_partial_reset: Callable[[Sequence[int]], None] = _nothing
+        self.on_partial_reset: Callable[[Sequence[int]], None] = lambda envs: None
         """Called with members that are reset while others continue."""
-        self._step: Callable[[int, Sequence[int], bool], Sequence[int]]
         self.why = ""
         """Why the environment is stepped by its own methods, if it is."""
         self._record(parts)
-        self._drawn = {f.key: _Drawn(self, f) for f in self.layout.actions}
-        self.action_specs = dict(self._drawn)
+        masks = any(type(part).__name__ == "ActionMask" for part in parts.transforms)
+        (action,) = self.layout.actions
+        own = None if masks else self._recorded.members.action_specs.get(action.key)
+        self._drawn = _Drawn(self, action, own)
+        self.action_specs = {action.key: self._drawn}
 
     def proven_specs(self) -> dict[Key, Spec] | None:
         """Return own specs with the draws of the environment; ``None`` without proof."""
-        specs: dict[Key, Spec] = {
-            key: ForeignSpec(drawn.own, stepwise=True)
-            for key, drawn in self._drawn.items()
-            if drawn.own is not None
-        }
-        return specs if len(specs) == len(self._drawn) else None
-
-    def own_spec(self, key: Key) -> Spec | None:
-        """Return the spec of an action that the Gymnasium environments' space declares."""
-        masks = any(type(part).__name__ == "ActionMask" for part in self.parts.transforms)
-        return None if masks else self._recorded.action_specs.get(key)
+        own = self._drawn.own
+        return None if own is None else {key: ForeignSpec(own, True) for key in self.action_specs}
 
     @property
     def parts(self) -> Parts:
@@ -104,17 +95,14 @@ class TransformedRows(TensorDictRows):
                 self._look(window)
         except Unproven as err:
             self.why = str(err)
-        if self.why:
-            # Bound to a proxy, as a cycle would keep the memory of rollouts.
-            self._step = MethodType(type(self)._step_plainly, weakref.proxy(self))
-            super().begin(window, carry)
-            root = self.handle.root.copy()  # recorded steps leave it behind
-            for key in self._seen:
-                root.set(key, self._rows[key][0].clone())
-            self.handle.root = root
-        else:
-            self._step = self._recorded.step
+        if not self.why:
             self._recorded.begin(window, carry, self.on_partial_reset)
+            return
+        super().begin(window, carry)
+        root = self.handle.root.copy()  # recorded steps leave it behind
+        for key in self._seen:
+            root.set(key, self._rows[key][0].clone())
+        self.handle.root = root
 
     def read_present(self) -> None:
         """Take the present from the first root row of the window, as in `begin`."""
@@ -134,9 +122,8 @@ class TransformedRows(TensorDictRows):
             self._record(parts_of(self.handle.env))
 
     def step(self, t: int, cut: Sequence[int], resets: bool = True) -> Sequence[int]:
-        return self._step(t, cut, resets)
-
-    def _step_plainly(self, t: int, cut: Sequence[int], resets: bool) -> Sequence[int]:
+        if not self.why:
+            return self._recorded.step(t, cut, resets)
         ended = super().step(t, cut, resets)
         self._tell(ended)
         return ended
@@ -155,10 +142,6 @@ class TransformedRows(TensorDictRows):
             self.on_partial_reset(ended)
 
 
-def _nothing(envs: Sequence[int]) -> None:
-    """Do nothing."""
-
-
 def _require_plain_layout(layout: EnvLayout) -> None:
     if list(layout.dones) != [DoneGroup(())] or layout.groups:
         raise Unproven("it has other end flags than done, terminated and truncated")
@@ -172,11 +155,11 @@ class _Drawn:
     A spec of our own takes its place where it is proven to draw the same numbers.
     """
 
-    def __init__(self, rows: TransformedRows, field: Field) -> None:
+    def __init__(self, rows: TransformedRows, field: Field, own: Spec | None) -> None:
+        """Draw actions of ``field``; ``own`` is what the Gymnasium environments' space declares."""
         self._rows, self._key, self._envs = rows, field.key, rows.layout.num_envs
         self.shape, self.dtype = torch.Size(field.shape), field.dtype
         self.own: Spec | None = None
-        own = rows.own_spec(field.key)
         self.own = own if own is not None and self._draws_alike(own) else None
 
     @property

@@ -18,7 +18,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from gleanrl.core.errors import ConfigError, EnvError, note
 from gleanrl.core.keys import DONE, REWARD, TERMINATED, TRUNCATED, next_key
-from gleanrl.core.options import GymOptions, OwnOptions, check_int
+from gleanrl.core.options import GymOptions, OwnOptions
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
@@ -160,15 +160,13 @@ class VectorAdapter(WindowEnv):
         for writer in self._writers:
             writer.write_carry(carry, where, returned)
 
-    def seed(self, seed: int, static: bool = False) -> int:
+    def seed(self, seed: int, static: bool = False) -> None:
         """Seed environment ``i`` with ``seed + i`` from the next full reset on.
 
         Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
         whole, also if ``static``.
         """
-        seed = check_int("seed", seed, least=0)
         self._resets.seed(seed, static)
-        return seed if static else seed + self.all_envs - 1
 
     @property
     def stateful(self) -> Any:  # a seed may make another one

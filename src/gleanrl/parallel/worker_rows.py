@@ -182,8 +182,8 @@ class WorkerRows(EnvRows):
             self._group.was_reset()
         _copy(self.carry, carry, self._seen)
 
-    def seed(self, seed: int, static: bool = False) -> int:
-        return int(self.face.set_seed(seed, static))
+    def seed(self, seed: int, static: bool = False) -> None:
+        self.face.set_seed(seed, static)
 
     def state(self) -> dict[str, Any]:
         return self.face.state_dict()

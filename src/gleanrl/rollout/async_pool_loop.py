@@ -10,7 +10,7 @@ import numpy as np
 
 from gleanrl.core.episode_returns import episodes_that_ended
 from gleanrl.core.errors import ConfigError
-from gleanrl.core.keys import DONE, IS_INIT, POLICY_VERSION, Key, next_key
+from gleanrl.core.keys import DONE, IS_INIT, Key, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -94,10 +94,7 @@ class AsyncPoolLoop(EnvLoop):
             self._fields.begin(window, self._next_root)
             self.tracker.rows, versions = chunks.deliver(window)
             self.tracker.done = window.array(next_key(DONE))[..., 0]
-            self._fields.finish(window, self.tracker, steps, self.policy_version)
-            if self.options.track_policy_version:
-                for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
-                    window.array(key)[...] = versions
+            self._fields.finish(window, self.tracker, steps, versions)
         discarded, self._discarded = self._discarded, 0
         report = self._report(steps, int(versions.min()), discarded)
         return replace(report, frames=steps * self._width)
@@ -186,10 +183,10 @@ class _RowsTracker(Tracker):
         own, first, tail = envs[lead], run[lead, 0], np.roll(lead, -1)
         last, over = run[tail, -1], done[tail, -1]
         self._returns[self._begun], self._begun = 0.0, self._begun[:0]
-        totals[:, first] += self._returns[own], self._age[own]
+        totals[:, first] += self._returns[own], self.ages[own]
         self.ended = episodes_that_ended(totals[:, run[done]].T)
         if ids is not None:
             number = self._episode[envs] - first[lead.cumsum() - 1]
             ids[order] = (run + number[:, None]) * self._stride + self._index[envs, None]
         self._episode[own] += last - first + over
-        self._returns[own], self._age[own] = np.where(over, 0, totals[:, last])
+        self._returns[own], self.ages[own] = np.where(over, 0, totals[:, last])

@@ -170,12 +170,13 @@ class DeliveredFields:
         window: Window,
         tracker: Tracker,
         steps: int,
-        version: int,
+        version: int | Array | None,
         rewards: Array | None = None,
     ) -> None:
         """Write ids, counts, versions and marks of a rollout of ``steps`` steps.
 
-        ``rewards``: one per frame, where these are not in ``window``.
+        ``version`` is the policy's: one for all frames, ``[T]`` or ``[P, T]``; ``None`` if it is
+        not delivered. ``rewards``: one per frame, where these are not in ``window``.
         """
         options = self._options
         if steps < window.steps:
@@ -189,8 +190,8 @@ class DeliveredFields:
             window.array(STEP_COUNT)[:, :steps, 0] = counts[:, :steps]
             window.array(next_key(STEP_COUNT))[:, :steps, 0] = counts[:, :steps] + 1
         if options.track_policy_version:
-            window.tensor(POLICY_VERSION)[:, :steps] = version
-            window.tensor(next_key(POLICY_VERSION))[:, :steps] = version
+            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
+                window.array(key)[:, :steps] = version
         if options.set_truncated:
             self.truncate(window, steps - 1)
         if options.mask:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 from gleanrl.core.errors import ConfigError, note
-from gleanrl.core.keys import POLICY_VERSION, next_key
 from gleanrl.core.layout import Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Stop
-from gleanrl.core.window import Window
+from gleanrl.core.window import Array, Window
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.tensor_vector import TensorVectorEnv
 from gleanrl.policies.random import RandomActions
@@ -50,32 +50,6 @@ def dense(
 
 def _blame_policy(error: Exception, t: int) -> None:
     note(error, f"the policy raised this at step {t} of the rollout")
-
-
-class _Versions:
-    """The policy's versions in a rollout during which weights may change."""
-
-    def __init__(self, version: int) -> None:
-        self._newest = version
-        self._before: list[tuple[int, int]] = []
-        """Earlier versions, and the first step that was not made with each."""
-
-    def note(self, t: int, version: int) -> None:
-        """Note the version of step ``t``."""
-        if version != self._newest:
-            self._before.append((t, self._newest))
-            self._newest = version
-
-    @property
-    def oldest(self) -> int:
-        """The version of the first step."""
-        return next((version for end, version in self._before if end), self._newest)
-
-    def write(self, window: Window) -> None:
-        """Correct ``window``, where all steps have the newest version."""
-        for end, version in reversed(self._before):
-            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
-                window.tensor(key)[:, :end] = version
 
 
 class EnvLoop(BaseSource):
@@ -131,7 +105,7 @@ class EnvLoop(BaseSource):
             policy = self._begin(window, random)
             act, step = self._clock.begin(policy.act, self._env.step)
             taken = dense(act, step, self.tracker, steps, stop)
-            self._end(window, policy, taken)
+            self._end(window, policy, taken, self.policy_version)
         return self._report(taken, self.policy_version)
 
     @property
@@ -156,7 +130,7 @@ class EnvLoop(BaseSource):
             self._env.settle()
             policy = self._begin(window, random)
         act, post, complete = self._clock.begin_apart(policy.act, env.post, env.complete)
-        taken, versions = 0, _Versions(self.policy_version)
+        taken, versions = 0, list[int]()
         while taken < steps and not (taken and stop[0]):
             try:
                 with self.acting():
@@ -165,7 +139,7 @@ class EnvLoop(BaseSource):
                 _blame_policy(err, taken)
                 raise
             yield policy.requested
-            versions.note(taken, self.policy_version)  # weights may have changed before the act
+            versions.append(self.policy_version)  # weights may have changed before the act
             post(taken, tracker.due(taken) if taken == tracker.next_due else ())
             yield None
             ended = complete(taken)
@@ -173,14 +147,11 @@ class EnvLoop(BaseSource):
                 tracker.end(taken, ended)
             taken += 1
         with self.acting():
-            self._end(window, policy, taken)
-        if self.options.track_policy_version:
-            versions.note(taken, self.policy_version)
-            versions.write(window)
+            self._end(window, policy, taken, np.array(versions))
         if policy.requested is not None:
             self._clock.add_policy(policy.requested.seconds)
         self.inconsistent = False
-        return self._report(taken, versions.oldest)
+        return self._report(taken, versions[0])
 
     def _begin(self, window: Window, random: bool) -> Policy:
         policy, self._window = self._random if random else self._policy, window
@@ -190,7 +161,7 @@ class EnvLoop(BaseSource):
         policy.begin(window, self._next_root)
         return policy
 
-    def _end(self, window: Window, policy: Policy, taken: int) -> None:
+    def _end(self, window: Window, policy: Policy, taken: int, version: int | Array) -> None:
         self._env.finish(taken)
         if self._by_masks is not None:
             self.tracker.end_all(self._by_masks.done)
@@ -199,7 +170,7 @@ class EnvLoop(BaseSource):
             for field in self._fields.root_fields:
                 last = window.tensor(field.key)[:, taken : taken + 1]
                 self._next_root.tensor(field.key).copy_(last)
-        self._fields.finish(window, self.tracker, taken, self.policy_version)
+        self._fields.finish(window, self.tracker, taken, version)
 
     def _rebuilt(self, t: int, env: int) -> None:
         """Note that an environment was built anew in step ``t``, or is lost since it."""

@@ -45,7 +45,7 @@ class Tracker:
         self._stride = envs
         self._max = max_frames
         self._episode = np.zeros(envs, np.int64)
-        self._age = np.zeros(envs, np.int64)
+        self.ages = np.zeros(envs, np.int64)
         """Steps each environment has taken in its running episode, at rollout start."""
         self._sums: EpisodeSums | None = None
         """Adds up large rollouts. All rollouts have one size, except stopped ones."""
@@ -82,9 +82,9 @@ class Tracker:
         if self.absent:
             self.absent = dict.fromkeys(self.absent, 0)
         if self._provided is not None:
-            self._provided.begin(window, self._age)
+            self._provided.begin(window, self.ages)
         if self._max is not None:
-            self._due = self._max - 1 - self._age
+            self._due = self._max - 1 - self.ages
             self._due[list(self.absent)] = _NEVER
             self.next_due = int(self._due.min())
 
@@ -140,7 +140,7 @@ class Tracker:
         # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
         ended = np.array((self._over, self._over_after)) if self._over else self._all_ends
         rows, ends = ended
-        first, age = self._episode * self._stride + self._index, self._age
+        first, age = self._episode * self._stride + self._index, self.ages
         any_ended = len(rows) > 0
         if any_ended:
             self._episode += np.bincount(rows, minlength=len(age))
@@ -187,15 +187,15 @@ class Tracker:
         chosen = np.zeros(len(self._episode), bool)
         chosen[slice(None) if envs is None else list(envs)] = True
         self._begun = np.union1d(self._begun, chosen.nonzero()[0])
-        chosen &= self._age > 0
+        chosen &= self.ages > 0
         self._episode[chosen] += 1
-        self._age[chosen] = 0
+        self.ages[chosen] = 0
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the counters, int64."""
         return {
             "episode": torch.from_numpy(self._episode.copy()),
-            "age": torch.from_numpy(self._age.copy()),
+            "age": torch.from_numpy(self.ages.copy()),
             "begun": torch.from_numpy(self._begun.copy()),
             **({} if self._sums is None else {"sums": self._sums.state()}),
         }
@@ -211,7 +211,7 @@ class Tracker:
     def load_state(self, state: Mapping[str, Any], running: bool) -> None:
         """Continue from saved counters; unless they are ``running``, episodes count as over."""
         self._episode = torch.as_tensor(state["episode"]).numpy().copy()
-        self._age = torch.as_tensor(state["age"]).numpy().copy()
+        self.ages = torch.as_tensor(state["age"]).numpy().copy()
         if running:
             self._begun = state["begun"].numpy().copy()
             self._sums = EpisodeSums() if "sums" in state else None

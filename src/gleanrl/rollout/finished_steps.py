@@ -147,6 +147,9 @@ def _groups(env: Any, root: TensorDictBase, size: int) -> Iterable[Group]:
 
 # -- where finished steps go -----------------------------------------------------------------------
 
+_Misfit: TypeAlias = tuple[Key, str, str]
+"""An entry that is not what was expected: its key, a description of it, and of what it was."""
+
 
 @dataclass(slots=True)
 class _Leaf:
@@ -158,14 +161,14 @@ class _Leaf:
     needed: bool
     """Whether every step has it."""
 
-    def write(self, value: object, t: int) -> bool:
-        """Store ``value`` as row ``t``; return whether it fits the expectation."""
-        if not isinstance(value, torch.Tensor):
-            return False
-        if value.shape != self.shape or value.dtype is not self.dtype:
-            return False
+    def write(self, value: object, t: int) -> _Misfit | None:
+        """Store ``value`` as row ``t``, if it is what was expected."""
+        if not isinstance(value, torch.Tensor) or (
+            value.shape != self.shape or value.dtype is not self.dtype
+        ):
+            return (), described(value), described(self.rows[0])
         self.rows[t].copy_(value)
-        return True
+        return None
 
 
 @dataclass(slots=True)
@@ -177,37 +180,34 @@ class _Node:
     others: set[str] = field(default_factory=set)
     """Entries that are not stored, or were stored before."""
 
-    def write(self, value: object, t: int) -> bool:
+    def write(self, value: object, t: int) -> _Misfit | None:
         """Store every entry of ``value`` as row ``t``; private ones are not delivered."""
         if not isinstance(value, TensorDictBase) or value.batch_size != self.size:
-            return False
-        if isinstance(value, LazyStackedTensorDict) and not _even(value):
-            return False
+            return (), described(value), f"of batch size {tuple(self.size)}"
+        if isinstance(value, LazyStackedTensorDict) and (odd := _only_in_some(value)):
+            return (odd,), "an entry of only some environments", "in all or in none"
         entries, found = self.entries, 0
         for name, item in value.items():
             entry = entries.get(name)
             if entry is None:
-                if not self.knows(name):
-                    return False
-            elif entry.write(item, t):
-                found += 1
+                if name not in self.others and name[0] != "_":
+                    return (name,), described(item), "not there"
+            elif wrong := entry.write(item, t):
+                return (name, *wrong[0]), *wrong[1:]
             else:
-                return False
-        return found == len(entries) or self._fill(value, t)
+                found += 1
+        return None if found == len(entries) else self._fill(value, t)
 
-    def knows(self, name: str) -> bool:
-        """Tell whether an entry may be there that is not among `entries`."""
-        return name in self.others or name[0] == "_"
-
-    def _fill(self, value: TensorDictBase, t: int) -> bool:
-        """Zero the entries that ``value`` lacks; return whether it may lack all of them."""
+    def _fill(self, value: TensorDictBase, t: int) -> _Misfit | None:
+        """Zero the entries that ``value`` lacks, if it may lack all of them."""
         present = set(value.keys())
         for name, entry in self.entries.items():
             if name not in present:
                 if isinstance(entry, _Node) or entry.needed:
-                    return False
+                    wrong = entry.write(None, t)
+                    return wrong and ((name,), *wrong[1:])
                 entry.rows[t].zero_()
-        return True
+        return None
 
 
 DECLARE_TRUNCATED = (
@@ -263,8 +263,8 @@ class StepRecorder:
         self._t += 1
         for name, leaf in () if self.steps is not None else self._rows[0]:
             value = root.get(name, None)
-            if not leaf.write(value, self._t):
-                self._open(as_key(name), described(value), described(leaf.rows[0]))
+            if wrong := leaf.write(value, self._t):
+                self._open(as_key(name), *wrong[1:])
                 break
         if self.steps is not None or not self._fixed:
             self._view = _view_of(root, self._shown)
@@ -278,10 +278,11 @@ class StepRecorder:
         """
         if self.steps is None:
             node = self._rows[1]
-            if node.write(finished, self._t):
+            wrong = node.write(finished, self._t)
+            if wrong is None:
                 self._fixed = True
                 return
-            self._open(*_difference(node, finished) or ((NEXT,), "ragged", "dense"))
+            self._open(wrong[0] or (NEXT,), *wrong[1:])
         step = copied(finished)
         if self._view is not None:
             step.update(self._view)
@@ -339,32 +340,12 @@ def _parent(root: _Node, key: Key, sizes: Mapping[Key, torch.Size]) -> _Node:
     return node
 
 
-def _difference(node: _Node, data: TensorDictBase, at: Key = ()) -> tuple[Key, str, str] | None:
-    """Return an entry of ``data`` that ``node`` does not store, what it is and what it was."""
-    for name, entry in node.entries.items():
-        value, key = data.get(name, None), (*at, name)
-        if isinstance(entry, _Node):
-            if not isinstance(value, TensorDictBase) or value.batch_size != entry.size:
-                return key, described(value), f"of batch size {tuple(entry.size)}"
-            found = _difference(entry, value, key)
-            if found is not None:
-                return found
-        elif (value is not None or entry.needed) and not entry.write(value, 0):
-            return key, described(value), described(entry.rows[0])
-    parts = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
-    for part in parts:
-        for name, value in part.items():
-            if name not in node.entries and not node.knows(name):
-                return (*at, name), described(value), "not there"
-    return None
-
-
 def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
     kept = root.select(*shown, strict=False)
     return None if kept.is_empty() else copied(kept)
 
 
-def _even(stack: LazyStackedTensorDict) -> bool:
-    """Tell whether all of ``stack`` have the same entries, because it shows only common ones."""
-    names = set(stack.keys())
-    return all(set(part.keys()) == names for part in stack.tensordicts)
+def _only_in_some(stack: LazyStackedTensorDict) -> str | None:
+    """Return an entry that not all of ``stack`` have, because it shows only common ones."""
+    names = [set(part.keys()) for part in stack.tensordicts]
+    return min(set().union(*names) - set.intersection(*names), default=None)

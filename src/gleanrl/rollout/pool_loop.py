@@ -224,11 +224,8 @@ class PoolLoop(EnvLoop):
         if len(cut):
             self._fields.truncate(window, steps - 1, cut)
         self.tracker.end_all(done)
-        self._fields.finish(window, self.tracker, steps, self.policy_version)
+        self._fields.finish(window, self.tracker, steps, versions)
         log.root(self._next_root)
-        if versions is not None:
-            for key in (POLICY_VERSION, next_key(POLICY_VERSION)):
-                window.array(key)[:, :steps] = versions
 
     def _ready_log(self, steps: int) -> StepLog:
         old = self._log
@@ -236,12 +233,15 @@ class PoolLoop(EnvLoop):
             return old
         # Where laggards are reset at once, this many are never left over and nothing is discarded.
         keep = max(3 * steps if self._pool.can_cut else steps, _KEEP_AT_LEAST)
-        if old is not None:
-            keep = max(keep, old.left)
-        fresh = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
-        if old is not None:
-            fresh.adopt(old)
-        return fresh
+        if old is None:
+            return self._make_log(steps, keep)
+        return self._make_log(steps, max(keep, old.left), old.state())
+
+    def _make_log(self, steps: int, keep: int, state: Mapping[str, Any] | None = None) -> StepLog:
+        log = StepLog(*self._logged, self._pool.layout.num_envs, steps, keep)
+        if state is not None:
+            log.load_state(state)
+        return log
 
     def _running(self) -> dict[str, Any]:
         log = None if self._log is None else self._log.state()
@@ -250,12 +250,8 @@ class PoolLoop(EnvLoop):
     def _run_on(self, episodes: Mapping[str, Any]) -> None:
         super()._run_on(episodes)
         self._resets.load_state(episodes["resets"])
-        self._log, log = None, episodes["log"]
-        if log is not None:
-            self._log = StepLog(
-                *self._logged, self._pool.layout.num_envs, log["steps"], log["keep"]
-            )
-            self._log.load_state(log)
+        log = episodes["log"]
+        self._log = None if log is None else self._make_log(log["steps"], log["keep"], log)
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         super()._reset(envs, options)

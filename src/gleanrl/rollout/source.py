@@ -178,10 +178,10 @@ class BaseSource:
 
     def seed(self, seed: int, static: bool, stream: int | None = None) -> int:
         with preserved():  # some environments seed torch's global generator as well
-            last = self._envs.seed(seed, static)
+            self._envs.seed(seed, static)
         self.streams.seed(seed if stream is None else stream)
         self.reset(None, {})
-        return last
+        return seed if static else seed + self.num_envs - 1  # a batch counts as its size
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
         """Return counters, streams, version, the environment's state and the running episodes."""
@@ -229,12 +229,11 @@ class BaseSource:
         return None
 
     def _running(self) -> dict[str, Any]:
-        """Return the loop's part of running episodes."""
-        raise NotImplementedError
+        """Return the loop's part of running episodes; here nothing."""
+        return {}
 
     def _run_on(self, episodes: Mapping[str, Any]) -> None:
         """Continue the loop's part of running episodes."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self._envs.close()

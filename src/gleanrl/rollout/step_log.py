@@ -16,8 +16,6 @@ from gleanrl.core.window import Array, Window
 _PAD = 4
 """Rows whose size is a power of two would all fall into the same few sets of the cache."""
 
-_NONE = np.empty(0, np.int64)
-
 
 @dataclass(slots=True)
 class _Finals:
@@ -63,7 +61,9 @@ class StepLog:
         rows = keep + room + 1
         self._width = width = envs + _PAD
         self.steps = steps
-        self._envs, self._keep, self._left, self._taken = envs, keep, 0, 0
+        self._envs, self._keep, self._taken = envs, keep, 0
+        self.left = 0
+        """Raw steps left over from the last rollout."""
         self._rows: dict[Key, Array] = {
             field.key: np.zeros((rows, width, *field.shape), field.numpy_dtype) for field in fields
         }
@@ -98,22 +98,9 @@ class StepLog:
         }
         return Window(tensors, self._envs, steps)
 
-    def adopt(self, other: StepLog) -> None:
-        """Take over the steps left over in ``other``; this log must be as wide and as long."""
-        left = self._left = other._left
-        mine = slice(self._keep - left, self._keep)
-        theirs = slice(other._keep - left, other._keep)
-        for key, rows in self._rows.items():
-            rows[mine] = other._rows[key][theirs]
-        self._pending[mine] = other._pending[theirs]
-        self._versions[mine] = other._versions[theirs]
-        offset = self._keep - other._keep
-        self._finals = [_Finals(f.row + offset, f.envs, f.values) for f in other._finals]
-        self.waiting = other.waiting.copy()
-
     def state(self) -> dict[str, Any]:
         """Return the steps left over from the last rollout."""
-        left = slice(self._keep - self._left, self._keep)
+        left = slice(self._keep - self.left, self._keep)
         rows = {key: _tensor(rows[left, : self._envs]) for key, rows in self._rows.items()}
         finals = [
             (f.row - self._keep, _tensor(f.envs), {k: _tensor(v) for k, v in f.values.items()})
@@ -122,7 +109,7 @@ class StepLog:
         return {
             "steps": self.steps,
             "keep": self._keep,
-            "left": self._left,
+            "left": self.left,
             "rows": rows,
             "pending": _tensor(self._pending[left]),
             "versions": _tensor(self._versions[left]),
@@ -131,9 +118,9 @@ class StepLog:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the steps of `state`, from a log as long as this one."""
-        self._left = int(state["left"])
-        left = slice(self._keep - self._left, self._keep)
+        """Take over the steps of `state`, from a log with as much memory for them or less."""
+        self.left = int(state["left"])
+        left = slice(self._keep - self.left, self._keep)
         for key, rows in self._rows.items():
             rows[left, : self._envs] = state["rows"][key].numpy()
         self._pending[left] = state["pending"].numpy()
@@ -144,16 +131,11 @@ class StepLog:
             for row, e, values in state["finals"]
         ]
 
-    @property
-    def left(self) -> int:
-        """Raw steps left over from the last rollout."""
-        return self._left
-
     def begin(self, next_root: Window) -> None:
         """Start a rollout from the root fields in ``next_root``."""
         self._taken = 0
         self._restarts = []
-        self._stock = self._pending[self._keep - self._left : self._keep].sum(0)
+        self._stock = self._pending[self._keep - self.left : self._keep].sum(0)
         for key in next_root.keys():
             self._rows[key][self._keep, : self._envs] = next_root.rows(key)[0]
 
@@ -206,7 +188,7 @@ class StepLog:
         Every environment must have as many. Returns the policy version of each, ``[P, steps]``, if
         ``versions`` are asked for.
         """
-        first, last = self._keep - self._left, self._keep + self._taken
+        first, last = self._keep - self.left, self._keep + self._taken
         pending = self._pending[first:last]
         self.oldest_version = int(self._versions[first + pending.any(1).argmax()])
         oldest = pending.copy()
@@ -242,7 +224,7 @@ class StepLog:
         last = self._keep + self._taken
         pending = self._pending[self._oldest_left : last]
         over = len(pending) - self._keep
-        ahead = np.flatnonzero(pending[:over].any(0)) if over > 0 else _NONE
+        ahead = np.flatnonzero(pending[: max(over, 0)].any(0))
         discarded = self._drop(ahead)
         rows = np.flatnonzero(pending.any(1))
         left = len(pending) - int(rows[0]) if len(rows) else 0
@@ -253,7 +235,7 @@ class StepLog:
         self._pending[self._keep :] = False
         moved = [_Finals(f.row - self._taken, f.envs, f.values) for f in self._finals]
         self._finals = [f for f in moved if f.row >= target.start]
-        self._left = left
+        self.left = left
         return ahead, discarded
 
     def _drop(self, envs: Array | slice) -> int:

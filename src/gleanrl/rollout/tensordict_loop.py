@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import EnvError, note
 from gleanrl.core.keys import (
+    IS_INIT,
     NEXT,
     TRUNCATED,
     as_key,
@@ -25,13 +26,12 @@ from gleanrl.core.keys import (
     is_private,
     next_key,
 )
-from gleanrl.core.layout import EnvLayout, Field, Layout
+from gleanrl.core.layout import EnvLayout, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.tensordict_envs import TensorDictHandle
-from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.tensordicts import stacked, time_named
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.policy import Actor
@@ -44,7 +44,6 @@ from gleanrl.rollout.finished_steps import (
     expect,
     shown_entries,
 )
-from gleanrl.rollout.policy_inputs import Provided
 from gleanrl.rollout.source import BaseSource, explanation
 
 
@@ -78,10 +77,9 @@ class TensorDictLoop(BaseSource):
         written = () if actor.zero_outputs is None else leaves(actor.zero_outputs)
         check_options(options, contract.observed, end_groups(options, groups), written)
         self.num_envs = envs = handle.num_envs
-        self._given = [Field(key, (1,), dtype) for key, dtype in actor.provided.items()]
-        self._next_given = Window.allocate(self._given, envs, 1)
-        self._provided = Provided((), actor.provided, self._next_given)
-        self.tracker = Tracker(envs, options.max_frames_per_traj, self._provided)
+        self.tracker = Tracker(envs, options.max_frames_per_traj)
+        self._ages: Array
+        """Steps that each environment has taken in its episode."""
         # Steps are kept whole: nothing passes to the next rollout in rows.
         self._no_rows = Window({}, envs, 1)
         self._rewards = list(map(next_key, contract.rewarded))
@@ -128,17 +126,13 @@ class TensorDictLoop(BaseSource):
             if recorder.steps is None:
                 assert window is not None
                 self._fields.begin(window, self._no_rows)
-            given = Window.allocate(self._given, self.num_envs, steps + 1)
-            for key in given.keys():
-                given.tensor(key)[:, 0] = self._next_given.tensor(key)[:, 0]
-            self.tracker.begin(given)
-            if self._given:
-                act = self._providing(act, given)
+            self.tracker.begin(self._no_rows)
+            self._ages = self.tracker.ages.copy()
+            if self._actor.provided:
+                act = self._providing(act)
             self._handle.begin()
             act, step = self._clock.begin(act, self._handle.step)
             taken = self._loop(act, step, steps, stop)
-            for key in given.keys():
-                self._next_given.tensor(key)[:, 0] = given.tensor(key)[:, taken]
             if policy is not None:
                 policy.finish()
             payload = self._finish(window, taken, steps)
@@ -168,6 +162,7 @@ class TensorDictLoop(BaseSource):
                 follow()
             if ended:
                 tracker.end(t, ended)
+                self._ages[list(ended)] = 0
                 self._zero_states(ended)
             if stop[0]:
                 return t + 1
@@ -187,14 +182,15 @@ class TensorDictLoop(BaseSource):
         for key, dtype in actor.casts:
             root.set(key, root.get(key).to(dtype))
 
-    def _providing(self, act: Callable[[], None], given: Window) -> Callable[[], None]:
-        """Return ``act`` preceded by setting the next row of what is ``given`` at the root."""
-        rows = [(key, iter(batch_rows(given, key, self._batch))) for key in given.keys()]
+    def _providing(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Return ``act`` preceded by telling the policy how far episodes are."""
+        keys, shape = tuple(self._actor.provided), (*self._batch, 1)
 
         def provided() -> None:
-            root = self._handle.root
-            for key, values in rows:
-                root.set(key, next(values).to(root.device or "cpu", copy=True))
+            for key in keys:
+                value = self._ages == 0 if key == IS_INIT else self._ages.copy()
+                self._handle.root.set(key, torch.from_numpy(value).view(shape))
+            self._ages += 1
             act()
 
         return provided
@@ -311,19 +307,10 @@ class TensorDictLoop(BaseSource):
 
     # -- between rollouts ------------------------------------------------------------------------
 
-    def _running(self) -> dict[str, Any]:
-        row = self._next_given
-        return {"given": {key: row.tensor(key).clone() for key in row.keys()}}
-
-    def _run_on(self, episodes: Mapping[str, Any]) -> None:
-        for key, value in episodes["given"].items():
-            self._next_given.tensor(key).copy_(value)
-
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         handle, before = self._handle, self._handle.root
         handle.reset(envs, options)
         if self._keeps and handle.root is not before:
             handle.root = before.exclude(NEXT).update(handle.root)
         self.tracker.restart(envs)
-        self._provided.restart(envs)
         self._zero_states(range(self.num_envs) if envs is None else envs)

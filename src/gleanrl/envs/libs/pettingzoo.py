@@ -295,11 +295,9 @@ class PettingZooRows(EnvRows):
             data[("state",)] = np.stack([game.env.state() for game in games])
         return data
 
-    def seed(self, seed: int, static: bool = False) -> int:
-        seed = check_int("seed", seed, least=0)
+    def seed(self, seed: int, static: bool = False) -> None:
         for index, game in enumerate(self.games):
             game.seed, game.fresh = seed if static else seed + index, False
-        return seed if static else seed + len(self.games) - 1
 
     def resume(self, snapshot: Node, allow_pickle: bool = False) -> None:
         super().resume(snapshot, allow_pickle)
