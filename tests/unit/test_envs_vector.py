@@ -227,14 +227,14 @@ def test_a_reset_in_the_next_step_does_not_end_the_episode_that_it_begins():
         collect(env, steps=2)
 
 
-@pytest.mark.parametrize("as_objects", [True, False])
-def test_final_observations_come_as_an_array_or_one_by_one(as_objects):
+@pytest.mark.parametrize("form", ["objects", "list", "array"])
+def test_final_observations_come_as_an_array_or_one_by_one(form):
     over = np.array([True, False, True])
     finals = np.arange(6, dtype=np.float32).reshape(3, 2)
-    if as_objects:
-        rows = np.full(3, None, object)
-        rows[0], rows[2] = finals[0], finals[2]
-    infos = {"final_obs": rows if as_objects else finals, "_final_obs": over}
+    rows = np.full(3, None, object)
+    rows[0], rows[2] = finals[0], finals[2]
+    forms = {"objects": rows, "list": rows.tolist(), "array": finals}
+    infos = {"final_obs": forms[form], "_final_obs": over}
     got = collect(Native(AutoresetMode.SAME_STEP, terminated=over, infos=infos), steps=2)
     assert got["next", "done"][:, 0, 0].tolist() == [True, False, True]
     assert got["next", "observation"][:, 0].tolist() == [[0, 1], [0, 0], [4, 5]]

@@ -281,7 +281,7 @@ class VectorLeafWriter(LeafWriter):
         finals = entry_of(infos, "final_obs")
         if finals is None:
             raise finals_missing(envs, f" (it has {sorted(infos)})")
-        if isinstance(finals, np.ndarray) and finals.dtype == object:
+        if isinstance(finals, list) or (isinstance(finals, np.ndarray) and finals.dtype == object):
             return np.stack([self._one_final(finals[env], int(env)) for env in envs])
         values = np.asarray(self._part(self._who, finals))[envs]
         return self._fit(values, (len(envs), *self._shape), "final_obs", widens=True)
