@@ -20,6 +20,7 @@ import warm
 from central_rig import ENVS, POLICIES, SIZES, Counting, greedy, recurrent, transformed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.data import Bounded
@@ -696,6 +697,93 @@ def test_noise_whose_state_is_at_the_root_is_that_of_each_environment():
     steps = torch.arange(1, 61)[:, None]
     for stream in streams(found, 3).values():
         torch.testing.assert_close(stream["action"], 1 - 0.75 ** steps[: len(stream)])
+
+
+class Echo(Third):
+    """Has a number, and observes it and how many steps it took."""
+
+    def __init__(self, number=0):
+        super().__init__()
+        self.number = number
+
+    def step(self, action):
+        after, *others = super().step(action)
+        return after + np.float32([self.number, self.count]), *others
+
+
+def begun(last, like):
+    return torch.zeros_like(like[..., :1]) if last is None else last
+
+
+def on_tensors(observation, last):
+    now = begun(last, observation) + 1
+    return now, now
+
+
+def on_tensordicts(tensordict):
+    """Remember in a way that differs from call to call: nothing new, other shapes, other dtypes."""
+    seen = tensordict["observation"]
+    now = begun(tensordict.get("_last", None), seen)
+    odd = int(seen.flatten()[-1]) % 3
+    last = {0: {}, 1: {"_last": now[..., :1] + 1}, 2: {"_last": (now + 1).double().repeat(1, 2)}}
+    return TensorDict({"action": now[..., :1].float(), **last[odd]}, tensordict.shape)
+
+
+def remembers_later(module, args, out):
+    last = begun(out.get("_last", None), out["observation"])
+    out.set("_last", last + 1).set("action", last)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hook"),
+    [
+        (TensorDictModule(on_tensors, ["observation", "_last"], ["action", "_last"]), None),
+        (TensorDictModule(on_tensors, ["observation", "action"], ["action", "_now"]), None),
+        (on_tensordicts, None),
+        (TensorDictModule(partial(begun, None), ["observation"], ["action"]), remembers_later),
+    ],
+    ids=["its own output", "its last action", "a new TensorDict", "a hook that comes later"],
+)
+def test_a_policy_acts_as_on_one_tensordict_of_each_environment(policy, hook):
+    def kept(collector):
+        added = policy.register_forward_hook(hook) if hook else None
+        try:
+            return taken(collector)
+        finally:
+            if added:
+                added.remove()
+
+    options = {"frames_per_batch": 5}
+    found = kept(
+        MultiAsyncCollector(
+            [partial(Echo, number) for number in range(3)],
+            policy,
+            inference="central",
+            policy_process=False,
+            max_batch_size=1,
+            total_frames=120,
+            **options,
+        )
+    )
+    for env, stream in streams(found, 3).items():
+        wanted = kept(Collector([partial(Echo, env)], policy, total_frames=60, **options))
+        actions = torch.cat(wanted, -1)["action"][0]
+        assert actions.unique().numel() > 9
+        assert torch.equal(stream["action"][:60], actions[: len(stream)])
+
+
+def test_an_object_that_a_policy_begins_to_remember_is_an_error():
+    def act(tensordict):
+        if tensordict["observation"][0, 1] > 2:
+            tensordict.set_non_tensor("_last", "words")
+        return tensordict.set("action", torch.zeros(1, 1))
+
+    options = {"frames_per_batch": 4, "inference": "central", "policy_process": False}
+    with (
+        MultiAsyncCollector([Echo], act, total_frames=8, **options) as collector,
+        pytest.raises(PolicyError, match="'_last'.*inference='workers'"),
+    ):
+        list(collector)
 
 
 def test_private_entries_that_the_same_call_reads_are_its_own_affair():

@@ -133,10 +133,19 @@ def remembering() -> Any:
     return act
 
 
+def continuing() -> Any:
+    def act(tensordict: Any) -> Any:
+        last = tensordict.get("action", torch.zeros(*tensordict.shape, 2))
+        return tensordict.set("action", torch.cos(last))
+
+    return act
+
+
+@pytest.mark.parametrize("actor", [remembering, continuing])
 @pytest.mark.parametrize("build", [around, parallel, lambda: parallel(counting)])
-def test_a_bare_parallel_env_keeps_nothing_that_the_policy_wrote(build):
-    assert_like_torchrl(build, actor=remembering)
-    assert_equal(build, actor=remembering)
+def test_a_bare_parallel_env_keeps_nothing_that_the_policy_wrote_but_actions(build, actor):
+    assert_like_torchrl(build, actor=actor)
+    assert_equal(build, actor=actor)
 
 
 def without_gleanrl() -> Any:

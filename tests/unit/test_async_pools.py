@@ -200,8 +200,17 @@ def test_a_policy_that_keeps_private_entries_for_its_next_call_is_refused():
         last = tensordict.get("_last", torch.zeros(tensordict.shape, dtype=torch.int64))
         return tensordict.set("_last", last + 1).set("action", last % 5)
 
-    with pytest.raises(PolicyError, match=r"'_last'.*next call.*leave out batch_size"):
-        Collector(AtariVectorEnv([5] * 4, 2), remembering, frames_per_batch=8)
+    def on_tensors(observation, last):
+        last = observation[..., 0].long() * 0 if last is None else last
+        return last % 5, last + 1
+
+    for policy, name in (
+        (remembering, "_last"),
+        (TensorDictModule(on_tensors, ["observation", "_last"], ["action", "_last"]), "_last"),
+        (TensorDictModule(on_tensors, ["observation", "action"], ["action", "x"]), "action"),
+    ):
+        with pytest.raises(PolicyError, match=rf"'{name}' .*next call.*leave out batch_size"):
+            Collector(AtariVectorEnv([5] * 4, 2), policy, frames_per_batch=8)
 
 
 def test_each_frame_has_the_version_of_the_policy_that_made_it():

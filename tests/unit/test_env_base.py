@@ -451,10 +451,12 @@ def paid(reward, **entries):
     return TensorDict({"x": torch.ones(1), "reward": reward, **entries})
 
 
-def returning(reset=None, step=None, **options):
+def returning(reset=None, step=None, reward=None, **options):
     class Odd(EnvBase):
         def __init__(self):
             super().__init__(**options)
+            if reward is not None:
+                self.reward_spec = reward
             self.observation_spec = our_data.Composite(x=our_data.Unbounded((1,)))
             self.action_spec = our_data.Categorical(2)
 
@@ -478,7 +480,19 @@ def returning(reset=None, step=None, **options):
         (lambda: returning(step=TensorDict({"x": torch.ones(1)})), "returned no 'reward'"),
         (lambda: returning(step=paid(None)), "Odd returned 'reward' = None; it must be a number"),
         (lambda: returning(step=paid("1")), "'reward' = '1'; it must be a number"),
-        (lambda: returning(step=paid(np.float64(1e39))), r"'reward' = .* overflows torch.float32"),
+        (
+            lambda: returning(step=paid(np.float64(1e39))),
+            "'reward' = .* torch.float32 does not hold",
+        ),
+        (lambda: returning(step=paid(1.0, done=0.5)), "'done' = .* torch.bool does not hold"),
+        (
+            lambda: returning(step=paid(0.7), reward=our_data.Unbounded((1,), dtype=torch.int64)),
+            "'reward' = .* torch.int64 does not hold",
+        ),
+        (
+            lambda: returning(step=paid(torch.zeros(3, 2)), reward=our_data.Unbounded((2, 3))),
+            r"'reward' of shape \(3, 2\); its spec declares \(2, 3\)",
+        ),
         (lambda: returning(step=paid(1.0, done="no")), "'done' = 'no'; it must be a number"),
         (lambda: returning(step=paid(torch.ones(2))), r"'reward' of shape \(2,\); .* \(1,\)"),
         (lambda: returning(step=paid(1.0, done=torch.zeros(2))), r"'done' of shape \(2,\)"),

@@ -293,6 +293,14 @@ def test_an_environment_that_always_raises_ends_collection(most):
     assert all(env.closed for env in lives)
 
 
+def test_a_seed_for_all_is_no_error_of_an_environment():
+    with collecting(fragile()) as collector:
+        with pytest.raises(ConfigError, match="call set_seed"):
+            collector.reset(seed=3)
+        collector.rollout()
+        assert collector.stats()["env_restarts"] == 0
+
+
 @pytest.mark.parametrize("where", ["build", "reset"])
 @pytest.mark.parametrize("inference", [None, "workers", "central"])
 def test_an_environment_that_raises_at_first_is_built_again(where, inference, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +56,9 @@ class Pipeline:
         """Rollouts or whole trajectories are put one after another to batches of so many frames."""
         self._parts: list[TensorDictBase] = []
         """The parts of the next batch."""
-        self._fruitless, self._waits_since = 0, math.inf
+        self._fruitless, self._waits_since = 0, 0.0
         """Batches in a row that completed too few trajectories, and when the first of them came."""
+        self._patience_s = _NOTICE_S
         self._equal = arguments["traj_quota"] == "equal"
         self._whole = _whole_trajectories(arguments)
 
@@ -101,8 +101,8 @@ class Pipeline:
                 "reset_at_each_iter=True an episode has to fit into one batch; raise "
                 "frames_per_batch or set max_frames_per_traj"
             )
-        elif monotonic() - self._waits_since >= _NOTICE_S:
-            self._waits_since = math.inf
+        elif monotonic() - self._waits_since >= self._patience_s:
+            self._patience_s = float("inf")  # the episodes may just be long: said once
             warn(
                 f"still waiting for trajectories to end: for {_NOTICE_S:.0f} s, {self._fruitless} "
                 "batches have completed too few for trajs_per_batch; lower it, or set "

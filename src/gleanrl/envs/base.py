@@ -420,14 +420,15 @@ class EnvBase(nn.Module, abc.ABC):
         if not isinstance(given, torch.Tensor):
             raise self._wrong(key, f"= {given.data!r:.100}; it must be a number or a tensor")
         value, shape = given, (*lead, *spec.shape)
-        if given.shape != shape and given.numel() == math.prod(shape):
+        if given.shape != shape and _without_ones(given.shape) == _without_ones(shape):
             value = value.reshape(shape)
         elif given.shape != shape and -1 not in shape:
             raise self._wrong(key, f"of shape {tuple(given.shape)}; its spec declares {shape}")
         if given.dtype != spec.dtype:
-            value = value.to(spec.dtype)
-            if (value.isinf() & ~given.isinf()).any():
-                raise self._wrong(key, f"= {given!r:.100}, which overflows {spec.dtype}; scale it")
+            value, wide = value.to(spec.dtype), value
+            rounded = spec.dtype.is_floating_point
+            if (value.isinf() & ~wide.isinf() if rounded else value != wide).any():
+                raise self._wrong(key, f"= {given!r:.100}, which {spec.dtype} does not hold")
         if value is not given:
             data.set(key, value)
         return value
@@ -703,6 +704,10 @@ def _names(data: TensorDictBase) -> Collection[str]:
     if isinstance(data, LazyStackedTensorDict):
         return {name for part in data.tensordicts for name in _names(part)}
     return data.keys()  # type: ignore[no-any-return]
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _tensor(value: Any) -> torch.Tensor | None:

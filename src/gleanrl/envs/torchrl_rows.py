@@ -43,7 +43,7 @@ class TransformedRows(TensorDictRows):
         super().__init__(handle)
         self._prove = prove
         self.drops_root = not (parts.members or parts.wholes)
-        """Whether the environment, a bare ``ParallelEnv``, keeps no entries of the policy's."""
+        """Whether the environment, a bare ``ParallelEnv``, keeps only actions of the policy's."""
         # It also shows workers other entries if episodes are cut while others end.
         self.can_cut = not self.drops_root
         _require_plain_layout(self.layout)

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.errors import ConfigError, PolicyError, note
-from gleanrl.core.keys import NEXT, Key, as_key, format_key, next_key
+from gleanrl.core.keys import NEXT, Key, format_key, next_key
 from gleanrl.core.layout import EnvLayout, first_difference, numpy_dtype
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import JointAct, Policy, Spec
@@ -25,7 +25,7 @@ from gleanrl.policies.diagnosis import wrote_otherwise
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.lowering import reads_only_inputs
 from gleanrl.policies.policy import make_policy
-from gleanrl.policies.probe import PolicySignature
+from gleanrl.policies.probe import PolicySignature, Unit, entries_of
 from gleanrl.policies.program import (
     ProgramPolicy,
     check_kept,
@@ -65,6 +65,8 @@ class JointPolicy:
         self._known: Mapping[str, Any]
         self._remembers: bool
         """Whether the policy may read its earlier outputs."""
+        self._names: Collection[str]
+        """Of the root after the first call; with others, a hook was added that may read them."""
         self._shown: Collection[Key]
         """Root entries that each call is given anew."""
         self._roots: dict[tuple[int, ...], TensorDictBase] = {}
@@ -90,8 +92,9 @@ class JointPolicy:
             self._known = known_names(called.signature)
             if can_stage(called.device):
                 self._staging = make_staging(called.signature, env, called.device)
-            units = called.signature.trace.units
-            self._remembers = not all(reads_only_inputs(unit.module) for unit in units)
+            trace = called.signature.trace
+            self._remembers = not all(map(_reads_only_shown, trace.units))
+            self._names = {key[0] for key in (*trace.whole.visible, *trace.whole.writes)}
             flags = (key for group in env.dones for key in group.keys())
             self._shown = {*flags, *_root_entries(called, env)}
         elif _without_batch(env) != (first := self._layout):
@@ -117,11 +120,12 @@ class JointPolicy:
         """Act for all environments of ``seats``, whose rows get the results.
 
         Seats with other remembered entries, such as none before their first call, have a call of
-        their own, because a TensorDict has an entry for all of its rows or for none.
+        their own, because a TensorDict has an entry in one form for all of its rows, or for none.
         """
-        alike: dict[frozenset[Key], list[Seat]] = {}
+        alike: dict[Any, list[Seat]] = {}
         for seat in seats:
-            alike.setdefault(frozenset(seat.remembered), []).append(seat)
+            form = ((key, v.dtype, v.shape[1:]) for key, v in seat.remembered.items())
+            alike.setdefault(frozenset(form) if seat.remembered else None, []).append(seat)
         for some in alike.values():
             self._call(some)
 
@@ -141,26 +145,31 @@ class JointPolicy:
             parts += [parts[0][:1]] * (batch[0] - waiting)
             root.set(item_name(key), torch.cat(parts))
         out = called.on_tensordict(root)
-        check_known(out, self._known)
+        if out is not root:
+            root.update(out)
+        check_known(root, self._known)
         check_kept(root, given)
-        wrote = {key: _written(out, key, self._likes[key], batch) for key in seats[0].targets}
+        wrote = {key: _written(root, key, self._likes[key], batch) for key in seats[0].targets}
         for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
+        self._remembers = self._remembers or any(name not in self._names for name in root.keys())
         if self._remembers:
-            self._remember(out, seats)
+            self._remember(root, seats)
         self.calls, self.rows = self.calls + 1, self.rows + waiting
         took = monotonic() - began
         for seat in seats:
             seat.seconds += took
 
-    def _remember(self, out: TensorDictBase, seats: Sequence[Seat]) -> None:
+    def _remember(self, root: TensorDictBase, seats: Sequence[Seat]) -> None:
         """Keep the root entries that the policy wrote, for the next calls for ``seats``."""
-        wrote = {
-            key: value.detach().clone()  # which the policy may write to in its next call
-            for name, value in out.items(include_nested=True, leaves_only=True)
-            if (key := as_key(name)) not in self._shown and key[0] != NEXT
-        }
+        wrote = {}
+        for key, value in entries_of(root).items():
+            if key in self._shown or key[0] == NEXT:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise wrote_otherwise(key, value, self._likes.get(key))
+            wrote[key] = value.detach().clone()  # which the policy may write to in its next call
         begin = 0
         for seat in seats:
             end = begin + seat.batch[0]
@@ -259,6 +268,11 @@ class Seat:
 def _root_entries(called: ProgramPolicy, env: EnvLayout) -> Collection[Key]:
     """Return the entries of a row that a policy is shown."""
     return {*(field.key for field in env.observations), *called.states, *called.provided}
+
+
+def _reads_only_shown(unit: Unit) -> bool:
+    """Tell whether ``unit`` is known to read nothing but what its first call was given."""
+    return reads_only_inputs(unit.module) and not unit.reads_before_written()
 
 
 def _check_delivered(signature: PolicySignature) -> None:

@@ -92,6 +92,10 @@ class Unit:
     writes: dict[Key, torch.Tensor]
     """The entries it made, replaced or changed in place, with the values it gave."""
 
+    def reads_before_written(self) -> set[Key]:
+        """Return the inputs that it declares and that were not there when it was called."""
+        return {*as_keys(getattr(self.module, "in_keys", None) or ())} - {*self.visible}
+
 
 @dataclass(slots=True)
 class PolicyTrace:
@@ -131,7 +135,7 @@ def _trace(policy: Callable[[Any], Any], td: TensorDictBase) -> PolicyTrace:
         before = _Snapshot(td)
         td = call_on(module, td)
         units.append(Unit(module, tuple(before.entries), before.written(td, _out_keys(module))))
-        tensors = all(isinstance(value, torch.Tensor) for value in _entries(td).values())
+        tensors = all(isinstance(value, torch.Tensor) for value in entries_of(td).values())
         apart = apart and td.batch_size == batch and tensors
         apart = apart and not watch.changed()  # one unit may set what another one reads
     written = start.written(td, _out_keys(policy))
@@ -169,7 +173,8 @@ def leaves(data: TensorDictBase) -> set[Key]:
     return {as_key(key) for key in keys}
 
 
-def _entries(td: TensorDictBase) -> dict[Key, Any]:
+def entries_of(td: TensorDictBase) -> dict[Key, Any]:
+    """Return all tensors and objects in ``td``."""
     items = td.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {as_key(key): value for key, value in items}
 
@@ -184,7 +189,7 @@ class _Snapshot:
     """A TensorDict's entries at one moment: which tensors they were, and their values."""
 
     def __init__(self, td: TensorDictBase) -> None:
-        self.entries = _entries(td)
+        self.entries = entries_of(td)
         tensors = {k: v for k, v in self.entries.items() if isinstance(v, torch.Tensor)}
         self.values = {key: value.clone() for key, value in tensors.items()}
         self._versions = {key: writes_so_far(value) for key, value in tensors.items()}
@@ -196,7 +201,7 @@ class _Snapshot:
         """
         return {
             key: value
-            for key, value in _entries(td).items()
+            for key, value in entries_of(td).items()
             if key in declared or not self._unchanged(key, value)
         }
 
@@ -259,7 +264,7 @@ class PolicySignature:
         return None
 
     def check_needs_nothing_back(self) -> None:
-        """Check that the policy writes no private entry that only its next call can read.
+        """Check that the policy writes nothing that only its next call can read.
 
         Raises:
             PolicyError: it does, for an asynchronous pool, which gives nothing back.
@@ -267,13 +272,16 @@ class PolicySignature:
         modules = modules_of(self.trace.whole.module)
         declare = (m for m in modules if isinstance(m, TensorDictModuleBase))
         read = {key for module in declare for key in as_keys(module.in_keys or ())}
-        private = (key for key in self.trace.whole.writes if is_private(key) and key[0] != NEXT)
-        if kept := [format_key(key) for key in private if key not in read]:
+        early = {key for unit in self.trace.units for key in unit.reads_before_written()}
+        wrote = (key for key in self.trace.whole.writes if key[0] != NEXT)
+        kept = [key for key in wrote if key in early or (is_private(key) and key not in read)]
+        if kept:
             raise PolicyError(
-                f"the policy writes {', '.join(kept)}, which no module declares in in_keys: that "
-                "is for its own next call, and an asynchronous pool gives it nothing back; leave "
-                "out batch_size where the pool is made. What this call itself reads again is "
-                "declared in in_keys, or kept in a variable"
+                f"the policy writes {', '.join(map(format_key, kept))} for its own next call: no "
+                "module declares that in in_keys, or one does that is called before it is written. "
+                "An asynchronous pool gives it nothing back: leave out batch_size where the pool "
+                "is made. What this call itself reads again is declared in in_keys, or kept in a "
+                "variable"
             )
 
 

@@ -96,7 +96,7 @@ class ProgramPolicy:
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
-        if program is None or self._now.rest or (kept and self.forgets):
+        if program is None or self._now.rest or (kept and self.gets_back is not None):
             # What the step before wrote, if a program did.
             last = {**self._replayed.program.written, **kept} if replayed else {}
             self._called.begin(window, next_root, last)
@@ -132,13 +132,13 @@ class ProgramPolicy:
             self._called.remember(entries)
 
     @property
-    def forgets(self) -> bool:
-        """Whether the policy gets nothing but states of its outputs at the step before."""
-        return self._called.forgets
+    def gets_back(self) -> Collection[Key] | None:
+        """What the policy gets of its outputs at the step before, beside states; ``None``: all."""
+        return self._called.gets_back
 
-    @forgets.setter
-    def forgets(self, value: bool) -> None:
-        self._called.forgets = value
+    @gets_back.setter
+    def gets_back(self, keys: Collection[Key] | None) -> None:
+        self._called.gets_back = keys
 
     def zero_memory(self, envs: Sequence[int]) -> None:
         """Zero the policy's earlier outputs at the root, in the rows of ``envs``.
@@ -340,7 +340,7 @@ class _TensorDictOverRows:
     ) -> None:
         self._policy, self._signature, self._env = policy, signature, env
         self._device = device
-        self.forgets = False
+        self.gets_back: Collection[Key] | None = None
         self._root: TensorDictBase | None = None
         outputs = signature.trace.outputs
         self._shown = {field.key: field.dtype for field in env.observations}
@@ -371,8 +371,11 @@ class _TensorDictOverRows:
             self._targets.append((next_key(key), after))
 
     def act(self, t: int) -> None:
-        root = self._first() if self.forgets else self._root
+        root = self._root
         assert root is not None
+        if self.gets_back is not None:
+            last, root = root, self._first()
+            root.update(last.select(*map(item_name, self.gets_back), strict=False))
         shown = []
         for name, value in self._load(t):
             root.set(name, value)
@@ -394,8 +397,8 @@ class _TensorDictOverRows:
                 value = after.get(state, None)
                 if value is not None:
                     root.set(item_name(state), value)
-        if self._signature.trace.keeps:
-            self._root = root.copy()  # the policy keeps the one that it was called on
+        # The policy may keep the one that it was called on.
+        self._root = root.copy() if self._signature.trace.keeps else root
 
     def _load(self, t: int) -> Iterable[tuple[Any, torch.Tensor]]:
         """Return the entries of row ``t``, which the policy may keep."""

@@ -53,7 +53,7 @@ class AsyncPoolLoop(EnvLoop):
         self.num_envs, self._width = pool.all_envs, pool.num_envs
         if isinstance(policy, ProgramPolicy):
             policy.signature.check_needs_nothing_back()
-            policy.forgets = True  # each row is of other environments than the row before
+            policy.gets_back = ()  # each row is of other environments than the row before
         self._logged = logged_fields(
             self._fields.layout, self._fields.root_fields, pool.layout, policy
         )

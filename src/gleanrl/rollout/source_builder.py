@@ -138,8 +138,10 @@ class SourceBuilder:
         first = Window.allocate(layout.observations, layout.num_envs, 1)
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
-            made.on_partial_reset = policy.zero_memory
-            policy.forgets = made.drops_root
+            if made.drops_root:
+                policy.gets_back = [field.key for field in layout.actions]
+            else:
+                made.on_partial_reset = policy.zero_memory
         return EnvLoop(made, first, policy, self.options)
 
     def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
