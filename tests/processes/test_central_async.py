@@ -38,6 +38,7 @@ from gleanrl import (
 )
 from gleanrl.collectors import AsyncBatchedCollector, Interruptor
 from gleanrl.data import LazyTensorStorage, ReplayBuffer
+from gleanrl.envs import GymEnv, SerialEnv
 
 # Workers that need not import this file start in milliseconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -156,6 +157,22 @@ def test_each_environment_has_the_stream_that_it_has_in_this_process(env, policy
             torch.testing.assert_close(stream.to_dict(), two[index][: len(stream)].to_dict())
 
     check()
+
+
+def pair():
+    return SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+
+
+def test_a_worker_may_have_a_batched_environment():
+    options = {"frames_per_batch": 12, "total_frames": 240}
+    central = {"inference": "central", "policy_process": False, **options}
+    found = taken(MultiAsyncCollector([pair, pair], greedy(4, 2), **central))
+    expected = taken(Collector([pair, pair], greedy(4, 2), **options))
+    assert found[0].shape == (2, 6)
+    one, two = (streams([b.flatten(0, -2) for b in each], 4) for each in (found, expected))
+    for env, stream in two.items():
+        both = min(len(stream), len(one[env]))
+        torch.testing.assert_close(one[env][:both].to_dict(), stream[:both].to_dict())
 
 
 class Value(nn.Module):

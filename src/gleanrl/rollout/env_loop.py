@@ -98,7 +98,8 @@ class EnvLoop(BaseSource):
 
     def layout(self) -> Layout:
         layout = self._fields.layout
-        return replace(layout, batch_shape=()) if self.options.drop_batch else layout
+        shape = layout.batch_shape[1:] if self.options.drop_batch else layout.batch_shape
+        return replace(layout, batch_shape=shape)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         with self.rolling():
