@@ -87,6 +87,19 @@ def test_collectors_take_the_environment_itself_and_deliver_what_a_hand_written_
     collector.shutdown()
 
 
+def test_a_seed_that_is_refused_leaves_the_one_that_is_due():
+    shown = []
+    for refused in (False, True):
+        env = PettingZooEnv(make_spread())
+        env.set_seed(SEED)
+        if refused:
+            with pytest.raises(ConfigError, match="call set_seed"):
+                env.reset(seed=1)
+        shown.append(env.reset()["agent", "observation"])
+        env.close()
+    assert torch.equal(*shown)
+
+
 def test_a_built_environment_is_taken_over():
     env = make_spread()
     collector = Collector(env, argmax_policy(), frames_per_batch=8, total_frames=8)

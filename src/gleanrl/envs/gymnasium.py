@@ -28,7 +28,7 @@ from gleanrl.envs.result_checks import (
     write_rewards,
 )
 from gleanrl.envs.result_writers import FieldWriter, InfoWriter, LeafWriter, info_fields
-from gleanrl.envs.row_env import EnvRows, reset_arguments
+from gleanrl.envs.row_env import EnvRows, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
 from gleanrl.envs.state_kinds import Node
@@ -249,13 +249,15 @@ class GymnasiumEnv(WindowEnv):
     # -- resets ----------------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        refuse_seed(options)
         for env in range(len(self.envs)) if envs is None else envs:
             returned = self._reset_one(env, options)
             for writer in self._writers:
                 writer.write_carry(carry, env, returned)
 
     def _reset_one(self, env: int, given: Mapping[str, Any]) -> tuple[Any, Any]:
-        arguments, self._seeds[env] = reset_arguments(self._seeds[env], given), None
+        arguments = {"seed": self._seeds[env], "options": None, **given}
+        self._seeds[env] = None
         try:
             result = self.envs[env].reset(**arguments)
         except Exception as err:

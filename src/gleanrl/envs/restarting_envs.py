@@ -16,7 +16,6 @@ from gleanrl.core.options import GymOptions
 from gleanrl.core.retry_limits import RetryLimit
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
-from gleanrl.envs.row_env import reset_arguments
 
 Make: TypeAlias = Callable[[], gym.Env[Any, Any]]
 T = TypeVar("T")
@@ -116,7 +115,6 @@ class RestartingEnv(GymnasiumEnv):
             return observation, 0.0, False, False, info
 
     def _reset_one(self, env: int, given: Mapping[str, Any]) -> tuple[Any, Any]:
-        reset_arguments(None, given)  # whose error is not the environment's
         try:
             return super()._reset_one(env, given)
         except Exception as err:

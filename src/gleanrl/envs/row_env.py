@@ -26,13 +26,12 @@ from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
 
 
-def reset_arguments(seed: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Gymnasium's ``reset``, of which the user gave some."""
+def refuse_seed(given: Mapping[str, Any]) -> None:
+    """Check that the user's arguments of Gymnasium's ``reset`` hold no seed."""
     if "seed" in given:
         raise ConfigError(
             "reset() takes no seed=, which would be that of all environments; call set_seed()"
         )
-    return {"seed": seed, "options": None, **given}
 
 
 class EnvRows(Resumable):

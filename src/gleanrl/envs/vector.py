@@ -24,7 +24,7 @@ from gleanrl.envs.envpool_steps import direct_step
 from gleanrl.envs.gymnasium import WindowEnv, owned, share_memory
 from gleanrl.envs.result_checks import NUMBERS, check_reset, not_five, write_rewards
 from gleanrl.envs.result_writers import VectorInfoWriter, VectorLeafWriter, VectorReset
-from gleanrl.envs.row_env import reset_arguments
+from gleanrl.envs.row_env import refuse_seed
 from gleanrl.envs.state_kinds import Node
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
@@ -146,6 +146,7 @@ class VectorAdapter(WindowEnv):
     # -- resets ----------------------------------------------------------------------------------
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        refuse_seed(options)
         where: Array | slice = _ALL
         if envs is None or len(set(envs)) == self.all_envs:
             returned = self._resets.all(options)
@@ -312,15 +313,14 @@ class VectorResets:
         (seed, self._seed), (first, self._first) = (self._seed, None), (self._first, None)
         if first is not None and seed is None and not options:
             return first
-        result = self.env.reset(**reset_arguments(seed, options))
+        result = self.env.reset(**{"seed": seed, "options": None, **options})
         return taken_apart(result, self.rows)
 
     def some(self, envs: Array, options: Mapping[str, Any]) -> VectorReset:
         mask = np.zeros(self.env.num_envs, bool)
         mask[envs] = True
-        given = reset_arguments(None, options)
-        given["options"] = {**(given["options"] or {}), "reset_mask": mask}
-        result = self.env.reset(**given)
+        masked = {**(options.get("options") or {}), "reset_mask": mask}
+        result = self.env.reset(**{**options, "options": masked})
         return taken_apart(result, self.env.num_envs, envs)
 
     def forget_seed(self) -> None:

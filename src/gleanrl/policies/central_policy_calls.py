@@ -65,7 +65,7 @@ class JointPolicy:
         self._known: Mapping[str, Any]
         self._remembers: bool
         """Whether the policy may read its earlier outputs."""
-        self._names: Collection[str]
+        self._names: set[str]
         """Of the root after the first call; with others, a hook was added that may read them."""
         self._shown: Collection[Key]
         """Root entries that each call is given anew."""
@@ -153,7 +153,7 @@ class JointPolicy:
         for key, value in self._fetch(wrote).items():
             for place in range(len(seats[0].targets[key])):
                 _deal(value, [seat.targets[key][place][seat.t] for seat in seats])
-        self._remembers = self._remembers or any(name not in self._names for name in root.keys())
+        self._remembers = self._remembers or not self._names.issuperset(root.keys())
         if self._remembers:
             self._remember(root, seats)
         self.calls, self.rows = self.calls + 1, self.rows + waiting

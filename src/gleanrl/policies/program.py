@@ -133,7 +133,7 @@ class ProgramPolicy:
 
     @property
     def gets_back(self) -> Collection[Key] | None:
-        """What the policy gets of its outputs at the step before, beside states; ``None``: all."""
+        """Outputs of the last step that the policy gets back, besides states; ``None`` for all."""
         return self._called.gets_back
 
     @gets_back.setter

@@ -24,7 +24,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.envs.base import EnvBase, close_all
 from gleanrl.envs.result_checks import NUMBERS, check_reset
 from gleanrl.envs.result_writers import LeafWriter
-from gleanrl.envs.row_env import EnvRows, RowEnv, reset_arguments
+from gleanrl.envs.row_env import EnvRows, RowEnv, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
 from gleanrl.envs.state_kinds import Node
@@ -269,6 +269,7 @@ class PettingZooRows(EnvRows):
         return rewards
 
     def reset(self, carry: Window, envs: Sequence[int] | None = None, /, **options: Any) -> None:
+        refuse_seed(options)
         chosen = list(range(len(self.games)) if envs is None else envs)
         for key, values in self._restarted(chosen, options).items() if chosen else ():
             carry.rows(key)[0][chosen] = values
@@ -330,7 +331,7 @@ class _Game:
     def restart(self, options: Mapping[str, Any]) -> None:
         """Begin an episode."""
         seed, self.seed = self.seed, None
-        found = self._play.reset(**reset_arguments(seed, options))
+        found = self._play.reset(**{"seed": seed, "options": None, **options})
         pair = check_reset(found, f"{self.env}: reset", "(observations, infos)")
         self.observations, self.infos = pair
         self.alive = list(self._play.agents)
