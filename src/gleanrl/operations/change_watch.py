@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict.nn import composite_lp_aggregate
+from tensordict.nn import TensorDictParams, composite_lp_aggregate
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
 from torch import nn
 
@@ -68,7 +68,7 @@ class Watch:
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._memory: list[list[Any]] = [[], [], [], []]
-        self._settings: list[tuple[Callable[[], bytes], bytes]] = []
+        self._settings: list[tuple[Callable[[], Any], Any]] = []
         self._around = _surroundings()
         self.hold(DETERMINISTIC_REGISTER)
 
@@ -80,6 +80,9 @@ class Watch:
         """
         if id(module) in self._seen:
             return
+        if isinstance(module, TensorDictParams):
+            self._store(module)
+            return
         self._object(module)
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
@@ -90,6 +93,19 @@ class Watch:
                         self._tensor(tensor)
             elif name not in _NOT_READ:
                 self.hold(value)
+
+    def _store(self, store: TensorDictParams) -> None:
+        """Remember the weights in ``store``; its other attributes tell about calls of it."""
+
+        def read() -> list[int]:
+            parts = vars(store)["_parameters"], vars(store)["_buffers"]
+            return [id(tensor) for part in parts for tensor in part.values()]
+
+        self._seen[id(store)] = store
+        self.add_class(type(store))
+        self._setting(read)
+        for tensor in chain(store.parameters(), store.buffers()):
+            self._tensor(tensor)
 
     def add_class(self, kind: type) -> None:
         """Remember ``kind`` and its bases as they are now."""
@@ -166,7 +182,8 @@ class Watch:
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
-            self._setting(_reader(value.detach()))
+            if not value.is_meta:
+                self._setting(_reader(value.detach()))
         elif isinstance(value, np.ndarray):
             self._setting(_reader(torch.from_numpy(value)))
         elif (is_dict or isinstance(value, _LISTS)) and id(value) not in self._seen:
@@ -179,7 +196,7 @@ class Watch:
             for one in value.values() if is_dict else value:
                 self.hold(one)
 
-    def _setting(self, read: Callable[[], bytes]) -> None:
+    def _setting(self, read: Callable[[], Any]) -> None:
         self._settings.append((read, read()))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
