@@ -67,6 +67,8 @@ class Watch:
         self._lengths: list[int] = []
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
+        self._weights: set[int] = set()
+        """Which of ``_tensors`` are weights and buffers, by identity: their values may change."""
         self._memory: list[list[Any]] = [[], [], [], []]
         self._settings: list[tuple[Callable[[], Any], Any]] = []
         self._around = _surroundings()
@@ -90,7 +92,7 @@ class Watch:
                 self._part(value.values())
                 for tensor in value.values():
                     if tensor is not None:
-                        self._tensor(tensor)
+                        self._weight(tensor)
             elif name not in _NOT_READ:
                 self.hold(value)
 
@@ -103,9 +105,9 @@ class Watch:
 
         self._seen[id(store)] = store
         self.add_class(type(store))
-        self._setting(read)
+        self.setting(read)
         for tensor in chain(store.parameters(), store.buffers()):
-            self._tensor(tensor)
+            self._weight(tensor)
 
     def add_class(self, kind: type) -> None:
         """Remember ``kind`` and its bases as they are now."""
@@ -182,10 +184,10 @@ class Watch:
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
-            if not value.is_meta:
-                self._setting(_reader(value.detach()))
+            if id(value) not in self._weights and not value.is_meta:
+                self.setting(_reader(value.detach()))
         elif isinstance(value, np.ndarray):
-            self._setting(_reader(torch.from_numpy(value)))
+            self.setting(_reader(torch.from_numpy(value)))
         elif (is_dict or isinstance(value, _LISTS)) and id(value) not in self._seen:
             self._seen[id(value)] = value
             if len(value) > _MAX_LENGTH:
@@ -196,8 +198,13 @@ class Watch:
             for one in value.values() if is_dict else value:
                 self.hold(one)
 
-    def _setting(self, read: Callable[[], Any]) -> None:
+    def setting(self, read: Callable[[], Any]) -> None:
+        """Remember what ``read`` returns."""
         self._settings.append((read, read()))
+
+    def _weight(self, tensor: torch.Tensor) -> None:
+        self._weights.add(id(tensor))
+        self._tensor(tensor)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         for column, value in zip(self._memory, _memory([tensor]), strict=True):
