@@ -507,6 +507,26 @@ def test_one_hot_actions_on_request():
     assert (batch["action"].sum(-1) == 1).all()
 
 
+def test_several_one_hot_actions_on_request():
+    class Twice(Countdown):
+        action_space = gym.spaces.MultiDiscrete([2, 3], start=[0, 5])
+        taken = []
+
+        def step(self, action):
+            assert action in self.action_space
+            self.taken.append(action.tolist())
+            return super().step(int(action[0]))
+
+    env = Twice()
+    with Collector(lambda: env, frames_per_batch=6, categorical_action_encoding=False) as collector:
+        batch = next(iter(collector))
+        assert batch["action"].shape == (6, 5)
+        parts = batch["action"].split([2, 3], -1)
+        assert all((part.sum(-1) == 1).all() for part in parts)
+        indices = torch.stack([part.argmax(-1) for part in parts], -1)
+        assert (indices + torch.tensor([0, 5])).tolist() == env.taken
+
+
 def test_wide_observations_are_written_directly():
     class Pixels(Countdown):
         observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)

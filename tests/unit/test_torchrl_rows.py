@@ -119,6 +119,59 @@ def halved(env, collector):
     policy.action_spec = Composite(action=half, shape=env.batch_size) if whole else half
 
 
+class Indices(gym_toys.Small):
+    """Shows indices, and takes several."""
+
+    def __init__(self, shown=None):
+        here = gym_toys.spaces.Discrete(4)
+        inner = gym_toys.spaces.Dict(here=here, far=gym_toys.spaces.MultiDiscrete([2, 3]))
+        space = gym_toys.spaces.Dict(a=inner, b=gym_toys.spaces.Discrete(2))
+        super().__init__(gym_toys.spaces.MultiDiscrete([3, 4]), space)
+        self.shown = shown
+
+    def show(self):
+        here = int(self.x[0] > 0) + 2 * int(self.x[1] > 0)
+        far = (self.x[:2] > 0.2).astype(np.int64)
+        return {"a": {"here": here, "far": far}, "b": int(self.x[2] > 0)}
+
+
+class Index(Indices):
+    def __init__(self, shown=None):
+        super().__init__(shown)
+        self.observation_space = gym_toys.spaces.Discrete(4)
+
+    def show(self):
+        return super().show()["a"]["here"] if self.shown is None else self.shown
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("kind", [Indices, Index])
+def test_indices_are_encoded_as_torchrl_does(kind, categorical):
+    def build():
+        return GymWrapper(kind(), categorical_action_encoding=categorical)
+
+    def actor():
+        return TheirRandomPolicy(build().full_action_spec)
+
+    (batch,) = Collector(build(), frames_per_batch=4, total_frames=4)
+    assert batch["action"].shape == ((4, 2) if categorical else (4, 7))
+    key = ("a", "here") if kind is Indices else "observation"
+    assert batch[key].shape == ((4,) if categorical else (4, 4))
+    assert_like_torchrl(build, actor)
+    several = [build, lambda: TransformedEnv(SerialEnv(2, build), StepCounter(4))]
+    for each in several:
+        assert all(BY_PARTS in text for text in assert_equal(each, actor=None))
+
+
+@pytest.mark.parametrize("value", [-1, 4])
+def test_an_index_out_of_its_space_is_an_error(value):
+    env = GymWrapper(Index())
+    collector = Collector(env, frames_per_batch=4, total_frames=4)
+    env._env.shown = value
+    with pytest.raises(EnvError, match=rf"Discrete\(4\) is {value}; correct"):
+        next(iter(collector))
+
+
 @pytest.mark.parametrize(
     ("build", "kind", "spec"),
     [

@@ -26,6 +26,7 @@ from gleanrl.envs.specs import (
     Bounded,
     Categorical,
     MultiCategorical,
+    MultiOneHot,
     OneHot,
     TensorSpec,
     Unbounded,
@@ -117,7 +118,7 @@ def leaf_field(leaf: Leaf, dtype: torch.dtype | None = None) -> Field:
 
 
 def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
-    """Return the spec of one array space; ``categorical=False`` makes `Discrete` one-hot."""
+    """Return the spec of one array space; ``categorical=False`` makes choices one-hot."""
     if isinstance(space, spaces.Box):
         if np.isinf(space.low).all() and np.isinf(space.high).all():
             return Unbounded(space.shape, dtype=torch_dtype(space))
@@ -127,7 +128,9 @@ def space_spec(space: gym.Space[Any], categorical: bool = True) -> TensorSpec:
         n = int(space.n)
         return Categorical(n) if categorical else OneHot(n, dtype=torch.int64)
     if isinstance(space, spaces.MultiDiscrete):
-        return MultiCategorical(space.nvec.tolist())
+        nvec = space.nvec.tolist()
+        one_hot = not categorical and space.nvec.ndim == 1
+        return MultiOneHot(nvec, dtype=torch.int64) if one_hot else MultiCategorical(nvec)
     return Binary(shape=space.shape, dtype=torch.int8)
 
 
@@ -228,7 +231,7 @@ def _limits(space: gym.Space[Any], field: Field) -> Array | None:
     if isinstance(space, spaces.Discrete):
         limits: Any = space.n if field.shape == () else 2
     elif isinstance(space, spaces.MultiDiscrete):
-        limits = space.nvec
+        limits = space.nvec if field.shape == space.shape else 2
     elif isinstance(space, spaces.MultiBinary):
         limits = 2
     else:
@@ -257,23 +260,27 @@ def rebuild(space: gym.Space[Any], path: Path, values: Mapping[Path, Any]) -> An
 def _decoder(space: gym.Space[Any], categorical: bool, batched: bool) -> Callable[[Array], Any]:
     """Return a function from stored actions to one array if ``batched``, else to ``P`` values."""
     discrete, plain = isinstance(space, spaces.Discrete), not np.any(getattr(space, "start", 0))
-    read, dtype = _reader(space, discrete and not categorical), space.dtype
+    read, dtype = _reader(space, space_spec(space, categorical)), space.dtype
+    plain = plain and categorical
     if batched:
         return read
     if discrete:
-        return (
-            (lambda row: row.tolist()) if plain and categorical else lambda row: read(row).tolist()
-        )
+        return (lambda row: row.tolist()) if plain else lambda row: read(row).tolist()
     if space.shape == ():  # iterating would give numpy scalars, which are no values of a Box
         return lambda row: _scalars(read(row))
     return (lambda row: list(row.astype(dtype))) if plain else lambda row: list(read(row))
 
 
-def _reader(space: gym.Space[Any], one_hot: bool) -> Callable[[Array], Array]:
+def _reader(space: gym.Space[Any], spec: TensorSpec) -> Callable[[Array], Array]:
     """Return a function from stored actions to an array of values of ``space``."""
     dtype, start = space.dtype, getattr(space, "start", 0)
-    if one_hot:
+    if isinstance(spec, OneHot):
         return lambda row: (row.argmax(-1) + start).astype(dtype)
+    if isinstance(spec, MultiOneHot):
+        ends = np.cumsum(spec.nvec)[:-1]
+        return lambda row: (
+            np.stack([part.argmax(-1) for part in np.split(row, ends, -1)], -1) + start
+        ).astype(dtype)
     if np.any(start):
         return lambda row: (row + start).astype(dtype, order="C")
     return lambda row: row.astype(dtype, order="C")

@@ -17,7 +17,7 @@ import torch
 
 from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import REWARD, Key, as_key, next_key
-from gleanrl.core.layout import DoneGroup, Field
+from gleanrl.core.layout import DoneGroup, EnvLayout, Field, first_difference
 from gleanrl.core.options import GymOptions
 from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
@@ -26,7 +26,7 @@ from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.result_writers import CastingLeafWriter
 from gleanrl.envs.tensordict_envs import spec_fields, spec_trees
 from gleanrl.envs.torchrl_parts import Parts, kept_rows
-from gleanrl.envs.transforms_as_wrappers import wrapped
+from gleanrl.envs.transforms_as_wrappers import OneHotObservations, wrapped
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
@@ -209,17 +209,28 @@ def _rows_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
     if batch not in ((), (len(parts.members),)):
         raise Unproven(f"its batch size {batch} is not that of its members")
     own = [spec_fields(tree, ()) for tree in spec_trees(first)]
-    options = GymOptions(categorical_action_encoding=not own[1][0].shape)
-    stepped = map(wrapped, parts.gym_envs, parts.members, parts.leading)
-    try:
-        rows = _Rows(list(stepped), batch, options)
-    except ConfigError as err:
-        raise Unproven(str(err)) from err
-    layout = rows.layout
+    acts = parts.gym_envs[0].action_space.shape
+    options = GymOptions(categorical_action_encoding=own[1][0].shape == acts)
+    stepped = [*map(wrapped, parts.gym_envs, parts.members, parts.leading)]
+    difference = None
+    for envs in (stepped, [*map(OneHotObservations, stepped)]):
+        try:
+            rows = _Rows(envs, batch, options)
+        except ConfigError as err:
+            raise Unproven(str(err)) from err
+        new = _unlike(rows.layout, own)
+        if new is None:
+            return rows
+        difference = difference or new
+    raise Unproven(f"TorchRL shows other data than Gymnasium's spaces say: {difference}")
+
+
+def _unlike(layout: EnvLayout, own: Sequence[Sequence[Field]]) -> str | None:
+    """Say what differs between ``layout`` and TorchRL's entries; one observation has any name."""
     shown = (layout.observations, layout.actions, layout.rewards, FLAGS)
     for fields, mine in zip(shown, own, strict=True):
         alone = len(fields) == len(mine) == 1
         theirs = [replace(f, key=fields[0].key) for f in mine] if alone else mine
-        if sorted(fields, key=str) != sorted(theirs, key=str):
-            raise Unproven(f"TorchRL shows {mine}, the spaces of Gymnasium say {fields}")
-    return rows
+        if difference := first_difference(theirs, fields):
+            return difference
+    return None

@@ -1,20 +1,23 @@
-"""TorchRL's transforms that step and reset an environment themselves, as Gymnasium wrappers.
+"""What TorchRL does around one Gymnasium environment, as Gymnasium wrappers.
 
-Such transforms come first around one environment. A wrapper makes the same calls of that
-environment, in the same order, and draws the same numbers.
+These are the transforms that step and reset an environment themselves, and come first around it,
+and its encoding of observations. A wrapper makes the same calls of the environment, in the same
+order, and draws the same numbers.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import nn
 
+from gleanrl.core.errors import EnvError
 from gleanrl.envs.libs.gym import FrameSkip
 
 Wrapped = gym.Wrapper[Any, Any, Any, Any]
@@ -77,6 +80,41 @@ class _BeginsAtRandom(Wrapped):
         raise RuntimeError(
             f"an episode ended again and again within the {count} random steps of NoopResetEnv"
         )
+
+
+class OneHotObservations(gym.ObservationWrapper[Any, Any, Any]):
+    """Shows indices as one-hot vectors, as TorchRL's ``GymEnv`` does by default."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.observation_space, self._encode = _one_hot(env.observation_space)
+
+    def observation(self, observation: Any) -> Any:
+        return self._encode(observation)
+
+
+def _one_hot(space: gym.Space[Any]) -> tuple[gym.Space[Any], Callable[[Any], Any]]:
+    """Return the encoded ``space``, and a function that encodes its values."""
+    if isinstance(space, spaces.Dict):
+        parts = {name: _one_hot(part) for name, part in space.spaces.items()}
+        encoded = spaces.Dict({name: part for name, (part, _) in parts.items()})
+        return encoded, lambda value: {name: fn(value[name]) for name, (_, fn) in parts.items()}
+    sizes = np.atleast_1d(getattr(space, "n" if isinstance(space, spaces.Discrete) else "nvec", ()))
+    if sizes.ndim != 1 or not sizes.size or np.any(getattr(space, "start", 0)):
+        return space, lambda value: value
+    total, places = int(sizes.sum()), np.cumsum(sizes) - sizes
+
+    def encode(value: Any) -> Any:
+        indices = np.asarray(value)
+        if indices.size != len(sizes) or np.any((indices < 0) | (indices >= sizes)):
+            raise EnvError(
+                f"an observation of {space} is {value}; correct the space or the observation"
+            )
+        row = np.zeros(total, np.int64)
+        row[places + indices] = 1
+        return row
+
+    return spaces.Box(0, 1, (total,), np.int64), encode
 
 
 _WRAPPERS = {"FrameSkipTransform": _Repeats, "NoopResetEnv": _BeginsAtRandom}
