@@ -1,4 +1,4 @@
-"""Updates of a model and of a part of it: of two, the later one counts."""
+"""Updates of a model and of a part of it, of which the later counts; of expanded tensors."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from gleanrl import MultiAsyncCollector, MultiSyncCollector
+from gleanrl import MultiAsyncCollector, MultiSyncCollector, WeightsError
 from gleanrl.collectors import DistributedCollector
 
 
@@ -109,3 +109,25 @@ def test_the_whole_that_is_updated_after_a_part_is_kept_by_a_worker_that_was_bus
         while batch["policy_version"].max() < 3:
             batch = collector.next()
         assert values_of(batch) == ([2.0], [2.0])
+
+
+class Expanded(Net):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([value]).expand(3))
+
+    def forward(self, observation):
+        action, first, _ = super().forward(observation)
+        return action, first, self.scale.expand(*action.shape, 3)
+
+
+def test_an_expanded_tensor_is_updated_as_long_as_its_elements_are_equal():
+    policy = TensorDictModule(Expanded(1.0), ["observation"], ["action", "first", "second"])
+    with MultiSyncCollector(["CartPole-v1"] * 2, policy, frames_per_batch=8) as collector:
+        policy.module.scale = torch.tensor([2.0]).expand(3)
+        collector.update_policy_weights_()
+        assert values_of(collector.next()) == ([0.0], [2.0])
+        policy.module.scale = torch.arange(3.0)
+        collector.update_policy_weights_()
+        with pytest.raises(WeightsError, match="cannot hold different values"):
+            collector.next()
