@@ -59,7 +59,7 @@ class Models:
         """Return the model that runs under ``model_id``, or raise `UnknownModelError`."""
         try:
             return self._session.ask(m.Get(model_id))
-        except (AttributeError, LookupError, ValueError) as err:
+        except (AttributeError, LookupError, TypeError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def copied_parameters(self) -> list[torch.Tensor]:
