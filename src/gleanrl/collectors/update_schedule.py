@@ -124,7 +124,8 @@ def read_sending(arguments: Mapping[str, Any], workers: int, sync: bool) -> Send
     )
     scheduled = arguments["update_at_each_batch"] or after_each or interval not in (None, -1)
     no_source = all(arguments[name] is None for name in ("policy", "weight_updater"))
-    if scheduled and no_source and arguments["policy_factory"] is not None:
+    made = arguments["policy_factory"] is not None
+    if no_source and (after_each or (scheduled and made)):
         raise ConfigError(
             "update_at_each_batch, update_after_each_batch and max_weight_update_interval take "
             "weights from the policy, and there is none: give policy= beside policy_factory="
