@@ -1,5 +1,7 @@
 """Every kind of policy gives what the plain call gives, and draws the same random numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from policies_rig import DETERMINISTIC, MEAN, MODE, RANDOM, layout, same, seed
@@ -368,6 +370,16 @@ def composite():
     )
 
 
+def agents(share, centralized=False):
+    """Return a policy whose three agents each give one number."""
+    torch.manual_seed(0)
+    of_agents = rl.MultiAgentMLP(
+        2, 1, 3, centralized=centralized, share_params=share, depth=1, num_cells=8
+    )
+    layers = (nn.Linear(4, 6), nn.Unflatten(-1, (3, 2)), of_agents, nn.Flatten(-2))
+    return Mod(nn.Sequential(*layers), ["observation"], ["action"])
+
+
 DETERMINED = {
     "linear": (lambda: Mod(nn.Linear(4, 3), ["observation"], ["action"]), FLOATS, 1),
     "no-bias": (lambda: Mod(nn.Linear(4, 3, bias=False), ["observation"], ["action"]), FLOATS, 1),
@@ -378,6 +390,10 @@ DETERMINED = {
         FLOATS,
         1,
     ),
+    "torchrl-agents-shared": (partial(agents, True), FLOATS, 1),
+    "torchrl-agents-apart": (partial(agents, False), FLOATS, 1),
+    "torchrl-agents-centralized": (partial(agents, False, centralized=True), FLOATS, 1),
+    "torchrl-agents-as-one": (partial(agents, True, centralized=True), FLOATS, 1),
     "activation-first": (
         lambda: Mod(nn.Sequential(nn.Tanh(), nn.Linear(4, 3)), ["observation"], ["action"]),
         FLOATS,

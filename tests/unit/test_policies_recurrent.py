@@ -1,13 +1,16 @@
 """Recurrent policies: states are zero at resets, carried over steps and rollouts."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
-from policies_rig import STEPS, collect, layout, make, plain, same, written
+from policies_rig import STEPS, assert_same, collect, layout, make, plain, same, written
 from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictModuleBase
 from tensordict.nn import TensorDictSequential as Seq
 from torch import nn
-from torchrl.modules import GRUModule, LSTMModule
+from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from gleanrl import Collector, PolicyError
 
@@ -63,44 +66,90 @@ def modules():
     return Seq(cell, Mod(nn.Linear(8, 3), [("next", "hidden")], ["action"]))
 
 
-def lstm():
+def torchrls(kind, width=8, **options):
     torch.manual_seed(0)
     return Seq(
-        LSTMModule(input_size=4, hidden_size=8, num_layers=2, in_key="observation", out_key="deep"),
-        Mod(nn.Linear(8, 3), ["deep"], ["action"]),
+        kind(input_size=4, hidden_size=8, in_key="observation", out_key="deep", **options),
+        Mod(nn.Linear(width, 3), ["deep"], ["action"]),
     )
 
 
-def gru():
-    torch.manual_seed(0)
-    return Seq(
-        GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="deep"),
-        Mod(nn.Linear(8, 3), ["deep"], ["action"]),
-    )
+def own_gru(kind, input_size, hidden_size, **keys):
+    return GRUModule(gru=kind(input_size, hidden_size, batch_first=True), **keys)
+
+
+class Twice(nn.GRU):
+    def forward(self, *args):
+        out, state = super().forward(*args)
+        return out * 2, state
+
+
+lstm, gru = partial(torchrls, LSTMModule, num_layers=2), partial(torchrls, GRUModule)
 
 
 KINDS = {
-    "own-module": (Cell, [("hidden", (8,))], False),
-    "layer": (Layers, [("h", (1, 8)), ("c", (1, 8))], False),
-    "cell-in-modules": (modules, [("hidden", (8,))], False),
-    "lstm": (lstm, [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))], True),
-    "gru": (gru, [("recurrent_state", (1, 8))], True),
+    "own-module": (Cell, [("hidden", (8,))], False, 0),
+    "layer": (Layers, [("h", (1, 8)), ("c", (1, 8))], False, 0),
+    "cell-in-modules": (modules, [("hidden", (8,))], False, 2),
+    "lstm": (lstm, [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))], True, 2),
+    "lstm-dropout": (
+        partial(lstm, dropout=0.5, bias=False),
+        [("recurrent_state_h", (2, 8)), ("recurrent_state_c", (2, 8))],
+        True,
+        2,
+    ),
+    "lstm-python": (
+        partial(torchrls, LSTMModule, python_based=True),
+        [("recurrent_state_h", (1, 8)), ("recurrent_state_c", (1, 8))],
+        True,
+        2,
+    ),
+    "gru": (gru, [("recurrent_state", (1, 8))], True, 2),
+    "gru-own": (
+        lambda: torchrls(partial(own_gru, Twice)),
+        [("recurrent_state", (1, 8))],
+        True,
+        0,
+    ),
+    "gru-both-ways": (
+        partial(gru, width=16, bidirectional=True),
+        [("recurrent_state", (2, 8))],
+        True,
+        2,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_states_are_carried_and_zeroed_like_in_plain_calls(name):
-    build, states, init = KINDS[name]
+    build, states, init, recorded = KINDS[name]
     env = layout((5,), FLOATS, ends=ENDS)
-    batch, _ = same(build(), env, states=states, init=init)
+    batch, count = same(build(), env, states=states, init=init)
+    assert count == recorded
     assert {key for key, _ in states} <= set(batch.keys())
     assert ("is_init" in batch.keys()) is init
+
+
+@pytest.mark.parametrize("change", ["weights", "mode"])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_what_changes_between_batches_counts(name, change):
+    build, states, init, _ = KINDS[name]
+    env, policy = layout((5,), FLOATS, ends=ENDS), build()
+    with make(policy, env) as collector:
+        before = next(iter(collector)).clone()
+        if change == "weights":
+            getattr(policy[0], name).weight_hh_l0.data.mul_(3)
+        with set_recurrent_mode(True) if change == "mode" else nullcontext():
+            after = next(iter(collector)).clone()
+            expected = plain(policy, env, after, states=states, init=init)
+        assert_same(after, expected, env, states)
+        assert not torch.equal(after["action"], before["action"])
 
 
 @pytest.mark.parametrize("name", ["own-module", "lstm", "gru"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_states_take_any_batch_shape(name, batch):
-    build, states, init = KINDS[name]
+    build, states, init, _ = KINDS[name]
     same(build(), layout(batch, FLOATS), states=states, init=init)
 
 

@@ -228,6 +228,31 @@ def test_a_weight_that_reads_the_same_memory_otherwise(turned):
     check(policy, change)
 
 
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("how", ["in place", "replaced", "taken", "loaded"])
+def test_weights_of_agents(how, share):
+    torch.manual_seed(0)
+    agents = rl.MultiAgentMLP(2, 1, 3, centralized=False, share_params=share, depth=0)
+    layers = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(-1, (3, 2)), agents, nn.Flatten(-2))
+
+    def change(p):
+        doubled = {key: value.detach() * 2 for key, value in agents.params.items(True, True)}
+        if how == "in place":
+            agents.params.data.mul_(2)
+        elif how == "replaced":
+            agents.params.unlock_()
+            for key, value in doubled.items():
+                agents.params[key] = nn.Parameter(value)
+        elif how == "taken":
+            net = agents.get_stateful_net()
+            net[0].weight.data.mul_(2)
+            agents.from_stateful_net(net)
+        else:
+            agents.load_state_dict({k: v * 2 for k, v in agents.state_dict().items()})
+
+    check(Mod(layers, ["observation"], ["action"]), change)
+
+
 class Doubled(nn.Linear):
     def forward(self, value):
         return super().forward(value) * 2

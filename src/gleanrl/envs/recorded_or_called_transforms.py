@@ -224,7 +224,7 @@ def _recorded(
         with ops:
             out = method.call(_tensordict(before, batch), _tensordict(data, batch))
             found = {key: _dense(value) for key, value in _leaves(out).items()}
-        if ops.complete and not ops.reads_counts:
+        if ops.complete and not ops.numbers:
             return found
     except Unknown:
         pass

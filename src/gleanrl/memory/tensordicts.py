@@ -119,7 +119,16 @@ def copied(data: TensorDictBase) -> TensorDictBase:
     >>> copied(data)["a"].signbit().item()
     True
     """
-    return data.apply(torch.clone, filter_empty=False)
+    if type(data) is not TensorDict:
+        return data.apply(torch.clone, filter_empty=False)
+    source = {
+        name: value.clone() if isinstance(value, torch.Tensor) else copied(value)
+        for name, value in data.items()
+    }
+    names = data.names if data._has_names() else None
+    return TensorDict._new_unsafe(
+        source=source, batch_size=data.batch_size, names=names, device=data.device
+    )
 
 
 def described(value: Any) -> str:

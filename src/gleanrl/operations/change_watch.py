@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict.nn import composite_lp_aggregate
+from tensordict.nn import TensorDictParams, composite_lp_aggregate
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
 from torch import nn
 
@@ -67,8 +67,10 @@ class Watch:
         self._lengths: list[int] = []
         self._values: list[Any] = []
         self._tensors: list[torch.Tensor] = []
+        self._weights: set[int] = set()
+        """Which of ``_tensors`` are weights and buffers, by identity: their values may change."""
         self._memory: list[list[Any]] = [[], [], [], []]
-        self._settings: list[tuple[Callable[[], bytes], bytes]] = []
+        self._settings: list[tuple[Callable[[], Any], Any]] = []
         self._around = _surroundings()
         self.hold(DETERMINISTIC_REGISTER)
 
@@ -80,6 +82,9 @@ class Watch:
         """
         if id(module) in self._seen:
             return
+        if isinstance(module, TensorDictParams):
+            self._store(module)
+            return
         self._object(module)
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
@@ -87,9 +92,22 @@ class Watch:
                 self._part(value.values())
                 for tensor in value.values():
                     if tensor is not None:
-                        self._tensor(tensor)
+                        self._weight(tensor)
             elif name not in _NOT_READ:
                 self.hold(value)
+
+    def _store(self, store: TensorDictParams) -> None:
+        """Remember the weights in ``store``; its other attributes tell about calls of it."""
+
+        def read() -> list[int]:
+            parts = vars(store)["_parameters"], vars(store)["_buffers"]
+            return [id(tensor) for part in parts for tensor in part.values()]
+
+        self._seen[id(store)] = store
+        self.add_class(type(store))
+        self.setting(read)
+        for tensor in chain(store.parameters(), store.buffers()):
+            self._weight(tensor)
 
     def add_class(self, kind: type) -> None:
         """Remember ``kind`` and its bases as they are now."""
@@ -166,9 +184,10 @@ class Watch:
         is_dict = isinstance(value, _DICTS)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
-            self._setting(_reader(value.detach()))
+            if id(value) not in self._weights and not value.is_meta:
+                self.setting(_reader(value.detach()))
         elif isinstance(value, np.ndarray):
-            self._setting(_reader(torch.from_numpy(value)))
+            self.setting(_reader(torch.from_numpy(value)))
         elif (is_dict or isinstance(value, _LISTS)) and id(value) not in self._seen:
             self._seen[id(value)] = value
             if len(value) > _MAX_LENGTH:
@@ -179,8 +198,13 @@ class Watch:
             for one in value.values() if is_dict else value:
                 self.hold(one)
 
-    def _setting(self, read: Callable[[], bytes]) -> None:
+    def setting(self, read: Callable[[], Any]) -> None:
+        """Remember what ``read`` returns."""
         self._settings.append((read, read()))
+
+    def _weight(self, tensor: torch.Tensor) -> None:
+        self._weights.add(id(tensor))
+        self._tensor(tensor)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         for column, value in zip(self._memory, _memory([tensor]), strict=True):

@@ -102,7 +102,11 @@ _LOGICAL: dict[str, np.ufunc] = {
 }
 """Operations that make flags of flags, or of numbers that have one dtype."""
 _EXACT = (torch.float32, torch.float64, torch.int64)
-_UNKNOWN = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+_UNKNOWN = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}
 _ATEN = torch.ops.aten
 _WITH_GENERATOR = {
     _ATEN.rand.default: _ATEN.rand.generator,
@@ -110,6 +114,8 @@ _WITH_GENERATOR = {
     _ATEN.randint.low: _ATEN.randint.low_generator,
 }
 """Operations that make tensors of draws, with a generator."""
+_SAME = {"zeros_like": 0, "ones_like": 1}
+"""Operations whose results do not depend on values."""
 _EACH = "_foreach_"
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
@@ -162,9 +168,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         self._steps: list[_Step] = []
         self.checks: list[Check] = []
         self.complete = True
-        """Whether a replay does all that ran under this recorder."""
-        self.reads_counts = False
-        """Whether what ran may depend on the values of whole numbers."""
+        """Whether a replay does all that ran under this recorder, if `numbers` are the same."""
+        self.numbers: set[type] = set()
+        """The types of the Python numbers that what ran has read, and may have depended on."""
         self._changing: set[int] = set()
         """Where tensors lie whose values differ from step to step."""
         self._read: set[int] = set()
@@ -186,7 +192,7 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
 
     def mark(self) -> tuple[int, int]:
         """Return a place to `cut` at; what follows is `complete` so far."""
-        self.complete, self.reads_counts, self.first = True, False, {}
+        self.complete, self.numbers, self.first = True, set(), {}
         return len(self._steps), len(self.checks)
 
     def cut(self, mark: tuple[int, int]) -> None:
@@ -357,12 +363,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         # Views: what runs here may change the shape of its tensors afterwards.
         name, args, result = _name(func), _detached(args), _detached(result)
         if name == "_local_scalar_dense":
-            self.reads_counts = True
-            return _nothing if type(result) is int else None
+            self.numbers.add(type(result))
+            return _nothing
         if not _UNKNOWN.isdisjoint(func.tags):
             return self._replayable_draw(name, args, kwargs, result)
-        if name == "native_layer_norm":  # has no ``out``; layers use the first of its results
-            return partial(_copy_result, lambda: func(*args)[0], result[0])
         self.first.setdefault(name, result)
         if name == "logsumexp" and args[1:] == ([-1], True):
             # The same without what torch allocates on the way.
@@ -379,8 +383,15 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             return partial(result.masked_fill_, *args[1:])
         if name == "roll":  # has no ``out``
             return _rolling(func, args, result)
+        if name in _SAME:
+            return partial(result.fill_, _SAME[name])
+        if name == "empty_like":  # others fill it
+            return _nothing
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)
-        return call if call is not None and _repeats(call, _tensors(result)) else None
+        if call is not None and _repeats(call, _tensors(result)):
+            return call
+        call = partial(_call_again, partial(func, *args, **kwargs), _tensors(result))
+        return call if _repeats(call, _tensors(result)) else None
 
     def _replayable_draw(
         self, name: str, args: tuple[Any, ...], kwargs: Any, result: Any
@@ -459,15 +470,16 @@ def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
-def _copy_result(call: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
-    result.copy_(call())
+def _call_again(call: Callable[[], Any], results: Sequence[torch.Tensor]) -> None:
+    for result, value in zip(results, _tensors(call()), strict=True):
+        result.copy_(value)
 
 
 def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable[[], Any]:
     """Return the function that rolls into ``result``: two copies if it rolls one dimension."""
     rolled, shifts, dims = (*args, [])[:3]
     if len(shifts) != 1 or len(dims) != 1 or not rolled.numel():
-        return partial(_copy_result, partial(func, *args), result)
+        return partial(_call_again, partial(func, *args), [result])
     dim, size = dims[0], rolled.shape[dims[0]]
     first = shifts[0] % size
     pairs = [

@@ -49,10 +49,15 @@ _LIBRARIES = (
     "warnings",
     "pyvers",
 )
-_LAYERS = ("torch.nn.", "tensordict.nn.", "torchrl.modules.models.")
+_LAYERS = (
+    "torch.nn.",
+    "tensordict.nn.",
+    "torchrl.modules.models.",
+    "torchrl.modules.tensordict_module.rnn",
+)
 _VERSIONED = "pyvers.implement_for._RegisterableFunction"
 """The decorator of TorchRL's methods for several versions of a library."""
-_BUILT_IN = ("builtins", "typing", "abc")
+_BUILT_IN = ("builtins", "typing", "abc", "collections")
 
 
 def functions_of_modules() -> tuple[Any, ...]:

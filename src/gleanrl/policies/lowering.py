@@ -60,6 +60,10 @@ _GAUSSIAN = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModul
 _ORNSTEIN = "torchrl.modules.tensordict_module.exploration.OrnsteinUhlenbeckProcessModule"
 _PROCESS = "torchrl.modules.tensordict_module.exploration._OrnsteinUhlenbeckProcess"
 _WITH_NOISE = (_TANH, _GAUSSIAN, _ORNSTEIN)
+_RECURRENT = (
+    "torchrl.modules.tensordict_module.rnn.LSTMModule",
+    "torchrl.modules.tensordict_module.rnn.GRUModule",
+)
 _RANDOM = {
     "torchrl.modules.tensordict_module.exploration.RandomPolicy",
     "gleanrl.policies.random.RandomPolicy",
@@ -234,7 +238,7 @@ class _Recording:
             params = dict(zip(map(_last, module.dist_keys), map(self._read, reads), strict=True))
             _check_parameters(self._ops, module, params, ", ".join(map(format_key, reads)))
         else:
-            require(kind in (_Q_VALUES, _GREEDY, *_WITH_NOISE) and is_plain(module))
+            require(kind in (_Q_VALUES, _GREEDY, *_RECURRENT, *_WITH_NOISE) and is_plain(module))
             require(vars(module).get("action_mask_key") is None)
             acting = module
             if kind == _GREEDY:
@@ -242,11 +246,12 @@ class _Recording:
             elif kind in _WITH_NOISE:
                 acting, more = self._noise(module, kind, unit)
                 reads += more
-            written = self._record(unit, acting, reads)
+            record = self._record_recurrent if kind in _RECURRENT else self._record
+            written = record(unit, acting, reads)
         self._ops.prune(mark, written.values())
         for key in set(reads) & self._policy.kept.keys():
             self._ops.add(partial(self._policy.kept[key].copy_, written[key]))
-        widened = reads if kind in _WITH_NOISE else ()
+        widened = reads if kind in (*_RECURRENT, *_WITH_NOISE) else ()
         self._prove_equal(module, reads, written, self._ops.calls(mark), widened)
         return written
 
@@ -331,16 +336,12 @@ class _Recording:
         args = [self._read(key) for key in reads]
         kept = [key for key in keys if key != _DROPPED]
         if is_made_of_layers(fn):
-            module, ops = cast("nn.Module", fn), self._ops
-            ops.changing([*module.parameters(), *module.buffers()])
-            for part in module.modules():
-                self._watch.add(part)
-                ops.changing(one for one in vars(part).values() if isinstance(one, Tensor))
-            ops.constants(self._watch.tensors)
+            ops = self._ops
+            self._watch_layers(cast("nn.Module", fn))
             mark = ops.mark()
             with ops:
                 out = fn(*args) if names is None else fn(**dict(zip(names, args, strict=True)))
-            if ops.complete and not ops.reads_counts:
+            if ops.complete and not ops.numbers:
                 pairs = dict(zip(keys, _as_tuple(out, keys), strict=True))
                 written = self._checked(unit, {key: pairs[key] for key in kept})
                 ops.prune(mark, written.values())
@@ -356,16 +357,37 @@ class _Recording:
         self._ops.add(partial(_call_again, fn, names, reads, args, keys, targets))
         return cells
 
-    def _record(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
-        """Record the operations of ``module`` on a TensorDict."""
+    def _watch_layers(self, module: nn.Module) -> None:
+        """Watch all layers of ``module``; their weights and buffers are read at every step."""
+        ops = self._ops
+        ops.changing([*module.parameters(), *module.buffers()])
+        for part in module.modules():
+            self._watch.add(part)
+            ops.changing(one for one in vars(part).values() if isinstance(one, Tensor))
+        ops.constants(self._watch.tensors)
+
+    def _record_recurrent(self, unit: Unit, module: Any, reads: Sequence[Key]) -> Written:
+        """Record a step of TorchRL's ``LSTMModule`` or ``GRUModule``.
+
+        A ``GRUModule`` replaces states only if an episode begins, as it does here. The recorded
+        calls then do so in every step, which makes no difference.
+        """
+        self._watch_layers(module)
+        self._watch.setting(lambda: module.recurrent_mode)
+        require(not module.recurrent_mode and all(map(is_made_of_layers, module.children())))
+        return self._record(unit, module, reads, bool)
+
+    def _record(
+        self, unit: Unit, module: Any, reads: Sequence[Key], branches: type = int
+    ) -> Written:
+        """Record the operations of ``module`` on a TensorDict; it may branch on ``branches``."""
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
         self._ops.constants(self._watch.tensors)
         with self._ops:
             td = module(td)
-        # Where distributions look at whole numbers, they check their range.
-        require(self._ops.complete)
+        require(self._ops.complete and self._ops.numbers <= {branches})
         return self._checked(unit, {key: td.get(key) for key in unit.writes})
 
     def _checked(self, unit: Unit, values: Mapping[Key, Tensor]) -> Written:
@@ -436,9 +458,9 @@ class _Recording:
 
 
 def _widened(value: Tensor, trial: int) -> Tensor:
-    """Return flags that are true in turn, or numbers that differ more with each ``trial``."""
+    """Return flags of which some or none are true, or numbers that differ more with ``trial``."""
     if value.dtype is torch.bool:
-        return ((torch.arange(value.numel()) + trial) % 2 == 0).view(value.shape)
+        return (torch.arange(value.numel()) % 2 + trial == 1).view(value.shape)
     return value + torch.linspace(-2.0, 2.0, value.numel()).view(value.shape) * 100.0**trial
 
 
