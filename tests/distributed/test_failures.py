@@ -40,6 +40,24 @@ pytestmark = pytest.mark.usefixtures("tidy_nodes")
 
 
 @pytest.mark.filterwarnings("ignore:collection continues without it")
+def test_the_mask_says_which_node_with_workers_of_its_own_is_lost():
+    with DistributedCollector(
+        [rig.counting(0), rig.counting(1)],
+        frames_per_batch=16,
+        sync=True,
+        launcher="mp",
+        on_failure="continue",
+        collector_class="sync",
+        num_workers_per_collector=2,
+    ) as collector:
+        assert collector.next()["collector", "mask"].all()
+        kill(collector, 0)
+        mask = collector.next()["collector", "mask"]
+        assert not mask[0].any()
+        assert mask[1].all()
+
+
+@pytest.mark.filterwarnings("ignore:collection continues without it")
 def test_everything_can_be_asked_of_the_nodes_that_are_left():
     policy = rig.encoded(10)
     with nodes(rig.counting(0), rig.counting(1), policy=policy, on_failure="continue") as collector:

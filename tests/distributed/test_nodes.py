@@ -614,6 +614,14 @@ def test_updates_after_each_batch_go_on_without_a_lost_node():
         assert rig.rows(last)[0][0] == 1 - number
 
 
+def test_a_collector_that_sends_weights_by_itself_needs_no_policy_of_the_learner():
+    with DistributedSyncCollector(
+        [rig.counting()], policy_factory=rig.encoded, frames_per_batch=8, launcher="mp"
+    ) as collector:
+        for _ in range(3):
+            assert collector.next().shape == (1, 8)
+
+
 def test_an_argument_that_cannot_be_pickled_costs_no_node():
     with nodes(rig.counting(0)) as collector:
         with pytest.raises(TypeError, match="pickle"):

@@ -10,6 +10,8 @@ import pytest
 import rig
 import torch
 from resume_rig import take
+from tensordict.nn import TensorDictModule
+from torch import nn
 
 from gleanrl import (
     Collector,
@@ -19,6 +21,7 @@ from gleanrl import (
     PrioritizedSampler,
     ReplayBuffer,
 )
+from gleanrl.collectors import DistributedCollector
 from gleanrl.data import LazyTensorStorage, ListStorage
 
 
@@ -240,6 +243,50 @@ def test_all_but_the_environments_continues_in_other_workers(before, after, tmp_
         for part in (first, later)
     ]
     assert not ids[0] & ids[1]
+
+
+class Constant(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([float(value)]))
+
+    def forward(self, observation):
+        rows = observation.shape[:-1]
+        return torch.zeros(rows, dtype=torch.int64), self.value.expand(*rows, 1)
+
+
+def valued(value):
+    policy = TensorDictModule(Constant(value), ["observation"], ["action", "value"])
+    return {"policy": policy, "frames_per_batch": 8, "track_policy_version": True}
+
+
+WITH_A_POLICY = {
+    "one process": lambda **options: Collector("CartPole-v1", **options),
+    "central": lambda **options: MultiSyncCollector(
+        ["CartPole-v1"] * 2, inference="central", **options
+    ),
+    "a process of the policy": lambda **options: MultiSyncCollector(
+        ["CartPole-v1"] * 2, inference="central", policy_process=True, **options
+    ),
+    "a collector in each node": lambda **options: DistributedCollector(
+        ["CartPole-v1"], launcher="mp", collector_class="sync", sync=True, **options
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("after", WITH_A_POLICY)
+@pytest.mark.parametrize("before", WITH_A_POLICY)
+def test_weights_and_version_of_any_collector_go_into_any_other(before, after, tmp_path):
+    with WITH_A_POLICY[before](**valued(1)) as collector:
+        collector.update_policy_weights_(valued(2)["policy"])
+        collector.next()
+        collector.save(tmp_path / "state")
+    with WITH_A_POLICY[after](**valued(3)) as other:
+        other.load(tmp_path / "state", environments=False)
+        batch = other.next()
+        assert batch["value"].unique().tolist() == [2.0]
+        assert batch["policy_version"].unique().tolist() == [other.policy_version] == [1]
 
 
 def test_frames_that_no_other_number_can_continue_are_counted(tmp_path):

@@ -362,6 +362,17 @@ def test_policies_made_in_workers():
         assert collector.next()["seen"].eq(3).all()
 
 
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_schedule_of_updates_needs_a_policy_to_take_weights_from(kind):
+    with pytest.raises(ConfigError, match="give policy= beside policy_factory="):
+        kind(
+            [rig.counting()] * 2,
+            policy_factory=rig.encoded,
+            frames_per_batch=8,
+            update_at_each_batch=True,
+        )
+
+
 def test_devices_are_dealt_out():
     cpu = torch.device("cpu")
     with open_two("sync", device=["cpu", cpu]) as collector:

@@ -481,9 +481,26 @@ def test_contradicting_updates_are_refused():
             collector.update_policy_weights_(linear(), worker_ids=[0])
         with pytest.raises(KeyError, match="no model 'critic'"):
             collector.update_policy_weights_(linear(), model_id="critic")
+        with pytest.raises(KeyError, match=r"no model 'env\[0\]'"):  # it has no index
+            collector.update_policy_weights_(linear(), model_id="env[0]")
         with pytest.warns(DeprecationWarning, match="policy_weights="):
             collector.update_policy_weights_(policy_weights=linear(3.0))
         assert collector.policy.module.weight.eq(3).all()
+
+
+def test_a_scheme_of_a_model_that_does_not_exist_is_refused():
+    with pytest.raises(KeyError, match="no model 'polcy'"):
+        pendulum(linear(), weight_sync_schemes={"polcy": NoWeightSyncScheme()})
+
+
+def test_a_policy_with_a_sparse_buffer_is_refused():
+    policy = linear()
+    policy.module.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(PolicyError, match="'graph' is a parameter or buffer of layout"):
+        pendulum(policy)
+    del policy.module.graph
+    policy.module.graph = torch.eye(2).to_sparse()
+    pendulum(policy).shutdown()
 
 
 def test_several_models_are_updated_at_once_or_not_at_all():

@@ -447,6 +447,20 @@ def test_a_log_with_other_columns_is_refused_and_left_as_it_is(tmp_path):
     assert path.read_text().split() == ["frames,loss", "10,0.5", "20,", "30,"]
 
 
+def test_a_row_that_a_killed_process_wrote_in_part_is_dropped(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("frames,loss\n10,0.5\n20,0.")
+    logger = CSVLogger(path)
+    logger({"frames": 30, "loss": 1})
+    logger.close()
+    assert path.read_text().split() == ["frames,loss", "10,0.5", "30,1"]
+    path.write_text("frames,loss")
+    logger = CSVLogger(path)
+    logger({"frames": 30, "loss": 1})
+    logger.close()
+    assert path.read_text().split() == ["frames,loss", "30,1"]
+
+
 def test_curves_go_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -44,7 +44,7 @@ def _serve_nested(
         collector = kind(env, options.policy, **kwargs)
     if isinstance(collector, BaseCollector):
         collector.worker_idx = worker
-    return NestedSource(collector, streams)
+    return NestedSource(collector, streams, options.mask)
 
 
 def serve(plan: WorkerPlan, options: SourceOptions, given: Mapping[str, Any]) -> SourceFactory:
@@ -106,10 +106,14 @@ class NestedSource(Verifiable):
     do those that differ from what was announced, and those of collectors that are not ours.
     """
 
-    def __init__(self, collector: Any, streams: Streams) -> None:
-        """Take over ``collector``; it draws random numbers in this process from ``streams``."""
+    def __init__(self, collector: Any, streams: Streams, masks: bool) -> None:
+        """Take over ``collector``; it draws random numbers in this process from ``streams``.
+
+        With ``masks``, batches without a mask get one, because those around it may need it.
+        """
         self.collector = collector
         self._streams = streams
+        self._masks = masks
         self._batches: Iterator[Any] | None = None
         self._base, self._stride = 0, 1
         self._begun: torch.Tensor | None = None
@@ -122,7 +126,7 @@ class NestedSource(Verifiable):
         """Per worker of the collector, for the batch that it gathers."""
         self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
         if isinstance(collector, BaseCollector):
-            self._layout = _layout_of(collector)
+            self._layout = _layout_of(collector, masks)
             collector.collection.engine.warns = False
             reports = self._reports
             collector.watch(lambda new, _: reports.extend(new.items()))
@@ -195,6 +199,8 @@ class NestedSource(Verifiable):
                 batch: TensorDictBase | None = next(self._batches)
             except StopIteration:
                 raise ClosedError(self._why_over()) from None
+        if self._masks and batch is not None and MASK not in batch.keys(True):
+            batch = batch.copy().set(MASK, torch.ones(batch.shape, dtype=torch.bool))
         return batch
 
     def _why_over(self) -> str:
@@ -310,7 +316,7 @@ class NestedSource(Verifiable):
 _OWN = ("num_envs", "describe_weights", "policy_state")
 
 
-def _layout_of(collector: BaseCollector) -> Layout | None:
+def _layout_of(collector: BaseCollector, masks: bool) -> Layout | None:
     """Return the layout of every batch of a collector, ``None`` if it is not known beforehand.
 
     It can where batches are delivered as they were collected: not with ``postproc``, a hook, a
@@ -324,6 +330,8 @@ def _layout_of(collector: BaseCollector) -> Layout | None:
     if not (ours and on_cpu and plain) or hooked:
         return None
     fake = collector.fake_tensordict()
+    if masks and MASK not in fake.keys(True):
+        fake.set(MASK, torch.ones(fake.shape, dtype=torch.bool))
     fields = tuple(
         Field(as_key(key), tuple(value.shape[fake.ndim :]), value.dtype)
         for key, value in fake.items(include_nested=True, leaves_only=True)

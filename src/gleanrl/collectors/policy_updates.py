@@ -57,6 +57,9 @@ class PolicyUpdates:
                 keep=plan.relaunches is not None,
             )
         )
+        for model_id in schemes or ():
+            if model_id != "policy":  # a name that is not found would be ignored
+                self.models.shapes(model_id)
 
     def warn_if_never_sent(self) -> None:
         """Warn of trained weights that are never sent, if no schedule and no updater sends them."""

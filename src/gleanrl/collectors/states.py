@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -186,11 +186,41 @@ def _entries(engine: Engine, states: list[Any], policies: list[Any]) -> dict[str
             }
     if not entries:
         raise engine.first_loss
-    newest = max(entries.values(), key=lambda entry: entry["policy_version"])
+    newest = _newest(entries.values())
     for worker, life in enumerate(engine.lives):
-        fresh = {"env_state_dict": {}, "worker": {"policy_version": newest["policy_version"]}}
-        entries.setdefault(worker, {**newest, **fresh, "life": life + 1, "lost": True})
+        entries.setdefault(worker, _new_life(newest, life + 1))
     return {f"worker{worker}": entries[worker] for worker in range(engine.workers)}
+
+
+def _new_life(newest: Mapping[str, Any], life: int) -> dict[str, Any]:
+    """Return the entry of a worker that begins a life, with the policy of the entry ``newest``."""
+    version = int(newest.get("policy_version", 0))
+    return {
+        "policy_state_dict": _policy_of(newest),
+        "env_state_dict": {},
+        "policy_version": version,
+        "worker": {"policy_version": version},
+        "life": life,
+        "lost": True,
+    }
+
+
+def _of_workers(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entry of each worker; a collector of one process is its own."""
+    named = [part for name, part in state_dict.items() if re.fullmatch(r"worker\d+", str(name))]
+    return named or [state_dict]
+
+
+def _newest(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(entries, key=lambda entry: int(entry.get("policy_version", 0)))
+
+
+def _policy_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the policy state of a worker; a collector in the worker has it in its own state."""
+    inner = entry.get("worker", {}).get("collector")
+    if inner is not None:
+        return _policy_of(_newest(_of_workers(inner)))
+    return entry.get("policy_state_dict") or {}
 
 
 def restore(
@@ -282,18 +312,11 @@ def _without_environments(state_dict: Mapping[str, Any], engine: Engine) -> dict
 
     Their ids begin after all that were given out.
     """
-    named = [part for name, part in state_dict.items() if re.fullmatch(r"worker\d+", str(name))]
-    entries = named or [state_dict]
-    newest = max(entries, key=lambda entry: int(entry.get("policy_version", 0)))
+    entries = _of_workers(state_dict)
     ids = (1 + max(int(entry.get("life", 0)) for entry in entries)) * int(
         state_dict.get("envs", engine.num_envs)
     )
-    entry = {
-        "policy_state_dict": newest.get("policy_state_dict"),
-        "worker": {"policy_version": int(newest.get("policy_version", 0))},
-        "life": -(-ids // engine.num_envs),
-        "lost": True,
-    }
+    entry = _new_life(_newest(entries), -(-ids // engine.num_envs))
     kept = {name: state_dict[name] for name in _OF_ANY_NUMBER if name in state_dict}
     if state_dict.get("statistics"):
         kept["statistics"] = [state_dict["statistics"][0][:2]]  # episodes of all workers

@@ -119,16 +119,19 @@ Sending: TypeAlias = EachBatch | WeightSchedule | NothingSent
 
 def read_sending(arguments: Mapping[str, Any], workers: int, sync: bool) -> Sending | None:
     """Return the schedule by which ``workers`` workers get weights, as the arguments say."""
-    if arguments["update_at_each_batch"]:
-        return EachBatch(workers, sync)
     after_each, interval = (
         arguments[name] for name in ("update_after_each_batch", "max_weight_update_interval")
     )
-    if after_each and arguments["policy"] is None:
+    scheduled = arguments["update_at_each_batch"] or after_each or interval not in (None, -1)
+    no_source = all(arguments[name] is None for name in ("policy", "weight_updater"))
+    made = arguments["policy_factory"] is not None
+    if no_source and (after_each or (scheduled and made)):
         raise ConfigError(
-            "update_after_each_batch=True takes weights from the policy, and there is none: "
-            "give policy= (beside policy_factory=, if nodes are to make their own)"
+            "update_at_each_batch, update_after_each_batch and max_weight_update_interval take "
+            "weights from the policy, and there is none: give policy= beside policy_factory="
         )
+    if arguments["update_at_each_batch"]:
+        return EachBatch(workers, sync)
     if interval in (None, -1):
         return WeightSchedule(workers, None, after_each) if after_each else None
     interval = check_int("max_weight_update_interval", interval, least=1)

@@ -178,7 +178,7 @@ class Close:
     """Close environments and end."""
 
 
-NoWeights: TypeAlias = Bind | Load | Close
+NoWeights: TypeAlias = Bind | Close
 """Commands before which a worker does not look for newer weights."""
 Reading: TypeAlias = GetState | Get
 """Commands that change nothing."""

@@ -34,6 +34,11 @@ def _follow(root: Any, node: ast.expr, path: str) -> Any:
     raise ValueError(f"{path!r} is not an attribute path such as 'env.transform[0]'")
 
 
+def is_within(path: str, whole: str) -> bool:
+    """Tell whether ``path`` names the object at ``whole`` or a part of it."""
+    return path == whole or path.startswith((f"{whole}.", f"{whole}["))
+
+
 def call(root: Any, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Resolve ``path`` and call the object; return the object if it is not callable."""
     target = resolve(root, path)

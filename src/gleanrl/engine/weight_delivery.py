@@ -12,6 +12,7 @@ from torch import nn
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, PolicyTypeError, UnknownModelError
 from gleanrl.core.options import check_int
+from gleanrl.core.paths import is_within
 from gleanrl.core.protocols import WeightPublisher
 from gleanrl.engine.session import Session
 from gleanrl.policies.random import RandomPolicy
@@ -58,7 +59,7 @@ class Models:
         """Return the model that runs under ``model_id``, or raise `UnknownModelError`."""
         try:
             return self._session.ask(m.Get(model_id))
-        except (AttributeError, LookupError, ValueError) as err:
+        except (AttributeError, LookupError, TypeError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
 
     def copied_parameters(self) -> list[torch.Tensor]:
@@ -133,13 +134,16 @@ class Models:
                 check_weights(policy, weights_of(state))
 
     def restore(self, states: Mapping[int, tuple[Mapping[str, Any], int]]) -> None:
-        """Load a policy state into the running policies (and the learner's, which they may be)."""
+        """Load policy states into the running policies (and the learner's), and their versions."""
         running = self.running(_POLICY)  # by all workers
         distinct = [running] if running is self.policy else [self.policy, running]
         for state, _ in states.values():
             for policy in distinct:
                 if state and isinstance(policy, nn.Module):
                     load_weights(policy, weights_of(state))
+        self._session.request_each(
+            {worker: m.Load(m.Snapshot(number, {})) for worker, (_, number) in states.items()}
+        )
 
 
 class WeightDelivery(Models):
@@ -270,8 +274,9 @@ class WeightDelivery(Models):
     def _load(self, worker: int, number: int, models: Mapping[str, Weights]) -> m.Load:
         """Return the message by which ``worker`` loads ``models``; keep them if necessary."""
         if worker in self._kept:
-            models_then = {**self._kept[worker].models, **models}
-            self._kept[worker] = m.Snapshot(number, models_then, self._serial)
+            kept = self._kept[worker].models  # in the order of their updates
+            kept = {name: w for name, w in kept.items() if name not in models}
+            self._kept[worker] = m.Snapshot(number, {**kept, **models}, self._serial)
         return m.Load(m.Snapshot(number, models, self._serial))
 
     def catch_up(self, worker: int) -> list[m.Command]:
@@ -295,7 +300,7 @@ class WeightDelivery(Models):
         self._serial += 1
         publisher.publish(tensors, number, self._serial)
         for worker, kept in self._kept.items():  # what was published is newer
-            models = {name: w for name, w in kept.models.items() if name != _POLICY}
+            models = {name: w for name, w in kept.models.items() if not is_within(name, _POLICY)}
             self._kept[worker] = replace(kept, models=models)
         return True
 

@@ -56,6 +56,13 @@ def _restored(policy: Any) -> Iterator[None]:
     What else the policy keeps, such as a counter in Python, advances.
     """
     tables = [t for module in modules_of(policy) for t in (module._parameters, module._buffers)]
+    for name, tensor in (entry for table in tables for entry in table.items()):
+        if tensor is not None and tensor.layout != torch.strided:
+            raise PolicyError(
+                f"the policy's {name!r} is a parameter or buffer of layout {tensor.layout}, which "
+                "can be neither restored nor sent: register its indices and values, or keep it as "
+                "a plain attribute, which each copy of the policy has"
+            )
     entries = [
         (table, name, tensor, tensor.detach(), tensor.detach().clone())
         for table in tables

@@ -86,7 +86,7 @@ class BaseSource:
     def _module(self, model_id: str) -> nn.Module:
         try:
             module = paths.resolve(self, model_id)
-        except (AttributeError, LookupError, ValueError) as err:
+        except (AttributeError, LookupError, TypeError, ValueError) as err:
             raise UnknownModelError(f"no model {model_id!r} in this collector: {err}") from err
         if isinstance(module, nn.Module):
             return module

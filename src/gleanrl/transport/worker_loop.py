@@ -20,6 +20,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
+from gleanrl.core import paths
 from gleanrl.core.affinity import Processors
 from gleanrl.core.protocols import InlineSource, JointAct, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
@@ -154,12 +155,17 @@ class Worker:
         began = monotonic()
         serial, models = snapshot.serial, snapshot.models
         version = snapshot.version if serial >= self._newest else self._version
-        newer = {name: w for name, w in models.items() if serial >= self._serials.get(name, 0)}
+        newer = {name: w for name, w in models.items() if serial >= self._serial_of(name)}
         self.source.load(m.Snapshot(version, newer, serial))
         self._newest, self._version = max(serial, self._newest), version
         self._serials.update(dict.fromkeys(newer, serial))
         self._loaded_at = monotonic()
         self._loading += self._loaded_at - began
+
+    def _serial_of(self, name: str) -> int:
+        """Return the serial number of the newest weights that contain those of model ``name``."""
+        known = self._serials.items()
+        return max((s for whole, s in known if paths.is_within(name, whole)), default=0)
 
     def _other(self, command: m.Command) -> Any:
         source = self.source

@@ -87,9 +87,13 @@ class CSVLogger(Logger):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+", newline="")
-        self._file.seek(0)
-        self._columns = next(csv.reader(self._file), [])
+        lines = self._lines()
+        self._columns = next(csv.reader(lines), [])
         self._continues = bool(self._columns)
+        if lines[1:] and not lines[-1].endswith("\n"):  # a process was killed while it wrote this
+            self._keep(lines[:-1])
+        elif lines and not lines[-1].endswith("\n"):
+            self._file.write("\n")
 
     def write(self, stats: Stats) -> None:
         """Append a row.
@@ -116,14 +120,20 @@ class CSVLogger(Logger):
         super().resume(frames)
         if "frames" not in self._columns:
             return
-        self._file.seek(0)
-        lines = self._file.read().splitlines(keepends=True)
+        lines = self._lines()
         at = self._columns.index("frames")
         counts = [0.0, *(float(row[at]) for row in csv.reader(lines[1:]))]
         while counts[-1] > frames:
             lines.pop()
             if counts[-2] > counts.pop():  # it is of an earlier run
                 break
+        self._keep(lines)
+
+    def _lines(self) -> list[str]:
+        self._file.seek(0)
+        return self._file.read().splitlines(keepends=True)
+
+    def _keep(self, lines: Sequence[str]) -> None:
         self._file.truncate(len("".join(lines).encode(self._file.encoding)))
 
     def close(self) -> None:

@@ -99,7 +99,20 @@ def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
             if _is_extra(name):
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
             elif value is not targets[name]:
-                targets[name].copy_(torch.as_tensor(value))
+                _copy(targets[name], torch.as_tensor(value))
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` in place; into an expanded tensor, whose elements share memory, once each."""
+    if 0 in target.stride():
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+        target, whole, value = target[once], value, value[once]
+        if not bool((whole == value).all()):
+            raise WeightsError(
+                "an expanded tensor, whose elements share memory, cannot hold different values: "
+                "give the model a copy (.clone()) of what expand() returns"
+            )
+    target.copy_(value)
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:

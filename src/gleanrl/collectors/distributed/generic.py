@@ -84,6 +84,8 @@ class DistributedCollector(BaseCollector):
             if arguments["max_weight_update_interval"] not in (None, -1):
                 raise ConfigError("update_interval is max_weight_update_interval: give one of them")
             arguments["max_weight_update_interval"] = arguments["update_interval"]
+            if self._sync and policy is None and arguments["weight_updater"] is None:
+                arguments["max_weight_update_interval"] = None  # no weights to send by itself
         if arguments["on_failure"] == "relaunch":
             check_replaces(arguments["launcher"])
         serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
