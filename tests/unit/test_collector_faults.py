@@ -134,9 +134,10 @@ def test_other_code_that_uses_the_environment_joins_no_two_episodes(make, use, o
     with Collector(env, frames_per_batch=4, **options) as collector:
         first = collector.rollout()
         use(env)
-        with pytest.warns(UserWarning, match="was reset by other code .* of its own"):
+        with pytest.warns(UserWarning, match="was reset by other code .* of its own") as warned:
             second = collector.rollout()
         third = collector.rollout()  # once is enough
+    assert warned[0].filename == __file__
     assert times(first) == [0, 1, 2, 3]
     assert times(second) + times(third) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert second["next", "observation"].sub(second["observation"]).eq(1).all()
