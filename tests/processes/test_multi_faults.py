@@ -158,6 +158,19 @@ def test_a_worker_that_dies_is_named_and_what_it_delivered_stays(make, how):
         collector.next()
 
 
+def run_dry():
+    raise StopIteration("no more data")
+
+
+@pytest.mark.parametrize("inference", ["workers", "central"])
+def test_an_environment_that_runs_dry_is_named_with_its_worker(make, inference):
+    collector = make(rig.counting(0), rig.counting(1, fault=run_dry), inference=inference)
+    error = until_error(collector)[1]
+    assert type(error) is WorkerError
+    assert "worker 1 raised StopIteration: no more data" in str(error)
+    assert any("worker 1: environment 0 raised this" in note for note in error.__notes__)
+
+
 def raising(observation):
     if observation[..., 1].max() >= 10:
         raise LookupError("no such weight")

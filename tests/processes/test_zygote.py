@@ -240,6 +240,15 @@ def test_a_zygote_ends_at_once_though_a_forked_child_lives(zygote):
     os.close(read)
 
 
+def test_a_zygote_that_may_still_import_is_not_waited_for(monkeypatch):
+    own, calls = Zygote(), []
+    kill, wait = own._process.kill, own._process.wait
+    monkeypatch.setattr(own._process, "kill", lambda: calls.append("kill") or kill())
+    monkeypatch.setattr(own._process, "wait", lambda limit: calls.append("wait") or wait(limit))
+    own.close()
+    assert calls == ["kill", "wait"]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """What a zygote shows that imports everything itself, in a folder with a `random.py`."""

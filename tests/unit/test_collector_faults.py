@@ -18,7 +18,16 @@ import torch
 from tensordict import TensorDict
 
 import gleanrl
-from gleanrl import ClosedError, Collector, ConfigError, GleanError, Interruptor, WorkerError
+from gleanrl import (
+    ClosedError,
+    Collector,
+    ConfigError,
+    GleanError,
+    GymEnv,
+    Interruptor,
+    SerialEnv,
+    WorkerError,
+)
 
 
 class Count(gym.Env):
@@ -107,6 +116,43 @@ def test_a_failed_reset_leaves_no_trajectory_with_two_episodes(how):
     assert not set(first["collector", "traj_ids"].flatten().tolist()) & set(
         after["collector", "traj_ids"].flatten().tolist()
     )
+
+
+def collect_elsewhere(env):
+    Collector(env, frames_per_batch=3).rollout()
+
+
+FACES = [lambda: GymEnv(Count()), lambda: SerialEnv(1, Count)]
+OTHER_USES = [(make, lambda env: env.rollout(3)) for make in FACES]
+OTHER_USES += [(make, collect_elsewhere) for make in [*FACES, Count]]
+
+
+@pytest.mark.parametrize(("make", "use"), OTHER_USES)
+@pytest.mark.parametrize("options", [{}, {"fast": False}])
+def test_other_code_that_uses_the_environment_joins_no_two_episodes(make, use, options):
+    env = make()
+    with Collector(env, frames_per_batch=4, **options) as collector:
+        first = collector.rollout()
+        use(env)
+        with pytest.warns(UserWarning, match="was reset by other code .* of its own") as warned:
+            second = collector.rollout()
+        third = collector.rollout()  # once is enough
+    assert warned[0].filename == __file__
+    assert times(first) == [0, 1, 2, 3]
+    assert times(second) + times(third) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert second["next", "observation"].sub(second["observation"]).eq(1).all()
+    ids = [batch["collector", "traj_ids"].unique().tolist() for batch in (first, second, third)]
+    assert ids[0] != ids[1] == ids[2]
+
+
+def test_a_collector_that_takes_the_place_of_another_has_its_environment_to_itself():
+    env = GymEnv(Count())
+    collector = Collector(env, frames_per_batch=4)
+    collector = Collector(env, frames_per_batch=4, max_frames_per_traj=3)
+    state = collector.state_dict()
+    for use in (lambda: None, collector.reset, lambda: collector.load_state_dict(state)):
+        use()
+        assert times(collector.rollout()) == [0, 1, 2, 0]
 
 
 def test_next_says_why_instead_of_ending_quietly():

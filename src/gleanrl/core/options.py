@@ -85,8 +85,8 @@ class FrameLimits:
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn with ``text`` at the line where the user's code called this library."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gleanrl."):
+    frame, level, ours = sys._getframe(), 1, ("gleanrl.", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
 

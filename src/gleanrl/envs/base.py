@@ -12,6 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
+from gleanrl.core.custody import note_reset
 from gleanrl.core.errors import ConfigError, EnvError, for_users
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int, read_device
@@ -333,6 +334,7 @@ class EnvBase(nn.Module, abc.ABC):
         Raises:
             EnvError: `_reset` returned no TensorDict, or episodes that are over.
         """
+        note_reset(self)
         known = self._env_specs
         root = self._complete(self._checked(self._reset(tensordict, **options), "_reset"))
         data: Any = {} if tensordict is None else tensordict

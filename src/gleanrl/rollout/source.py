@@ -11,12 +11,14 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core import paths
+from gleanrl.core.custody import Custody
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Mishap, Report, Snapshot
-from gleanrl.core.options import SourceOptions
+from gleanrl.core.options import SourceOptions, warn
 from gleanrl.core.protocols import JointAct, SharedMemory, Stop
 from gleanrl.core.streams import Streams, preserved
 from gleanrl.core.window import Window
+from gleanrl.envs.factory import is_built
 from gleanrl.envs.row_env import EnvRows
 from gleanrl.envs.simulator_state import NeedsPickle, StateError
 from gleanrl.envs.tensordict_envs import TensorDictHandle
@@ -57,6 +59,9 @@ class BaseSource:
         self.policy_version = 0
         self.inconsistent = False
         """Whether a failure left environments and counters in disagreement."""
+        given = options.create_env_fn
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        self._custody = Custody(filter(is_built, given if several else [given]))
         self._fresh = True
         self._keeps = False
         """Whether the policy's entries of earlier steps survive the current reset."""
@@ -112,7 +117,7 @@ class BaseSource:
         with self.streams.active(), torch.no_grad(), self._exploration():
             self.make_consistent()
             yield
-        self.inconsistent = False
+        self._mark_consistent()
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -123,11 +128,22 @@ class BaseSource:
     def make_consistent(self) -> None:
         """Do resets that are due before a rollout; until that has ended, the source is not."""
         failed, self.inconsistent = self.inconsistent, True
+        if self._custody.broken:
+            failed = True
+            warn(
+                "an environment of this collector was reset by other code since the last batch "
+                "(its rollout() or reset(), or another collector), so new trajectories begin; "
+                "give each collector an environment of its own"
+            )
         if failed or (self.options.reset_at_each_iter and not self._fresh):
             self._keeps = not failed
             self._reset(None, {})
             self._keeps = False
         self._fresh = False
+
+    def _mark_consistent(self) -> None:
+        self.inconsistent = False
+        self._custody.take()
 
     @property
     def under_way(self) -> bool:
@@ -171,7 +187,8 @@ class BaseSource:
         self.inconsistent = True
         with self.streams.active():
             self._reset(chosen, options)
-        self.inconsistent, self._fresh = False, chosen is None
+        self._mark_consistent()
+        self._fresh = chosen is None
 
     def _reset(self, envs: Sequence[int] | None, options: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -225,7 +242,8 @@ class BaseSource:
             self._run_on(episodes)
         except StateError as err:
             return str(err)
-        self.inconsistent, self._fresh = False, bool(episodes["fresh"])
+        self._mark_consistent()
+        self._fresh = bool(episodes["fresh"])
         return None
 
     def _running(self) -> dict[str, Any]:
@@ -236,6 +254,7 @@ class BaseSource:
         """Continue the loop's part of running episodes."""
 
     def close(self) -> None:
+        self._custody.end()
         self._envs.close()
 
     def _exploration(self) -> Any:

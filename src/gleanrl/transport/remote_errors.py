@@ -63,6 +63,8 @@ def raised(worker: str, remote: RemoteError) -> BaseException:
         return plain
     try:
         kind, args, attributes = pickle.loads(remote.error)
+        if issubclass(kind, StopIteration):  # a generator would replace it by another error
+            return plain
         error = _made(kind, args)
         error.args = args
         vars(error).update(attributes, _text=text, headline=headline, __notes__=notes)

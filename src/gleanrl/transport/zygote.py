@@ -203,6 +203,8 @@ class Zygote:
         self._socket.close()
         if not owned or self._process is None:
             return
+        if not self._numbers:  # it may import for seconds yet; a fork under way dies with it
+            self._process.kill()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:
