@@ -25,7 +25,7 @@ from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
-from gleanrl.transport.worker_loop import Boot, Surroundings
+from gleanrl.transport.worker_loop import Boot, Surroundings, refuse_at_import
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.published_buffers import SharedWeightPublisher, reserve_shared
 
@@ -54,6 +54,7 @@ os.register_at_fork(after_in_child=_forget)
 def zygote() -> Zygote:
     """Return this process's zygote, started on first use."""
     global _zygote
+    refuse_at_import()
     with _starting:
         if _zygote is None or not _zygote.alive:
             _zygote = Zygote()
