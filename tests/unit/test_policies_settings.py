@@ -253,6 +253,22 @@ def test_weights_of_agents(how, share):
     check(Mod(layers, ["observation"], ["action"]), change)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_replaced_weights_of_a_layer_that_takes_them_up_in_its_next_call(kind):
+    torch.manual_seed(0)
+    layer = kind(4, 4, batch_first=True)
+    policy = Seq(
+        Mod(nn.Sequential(nn.Linear(4, 8), nn.Unflatten(-1, (2, 4))), ["observation"], ["parts"]),
+        Mod(layer, ["parts"], ["seen", "_"]),
+        Mod(nn.Sequential(nn.Flatten(-2), nn.Linear(8, 3)), ["seen"], ["action"]),
+    )
+
+    def change(p):
+        layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach() * 3)
+
+    check(policy, change)
+
+
 class Doubled(nn.Linear):
     def forward(self, value):
         return super().forward(value) * 2

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -205,7 +206,7 @@ class _Recording:
         """Record ``units``, up to the first one that is not understood."""
         dims, ops = len(self._policy.batch_shape), self._ops
         for unit in units:
-            used, mark, tables = dict(self._used), ops.mark(), _tables(unit.module)
+            used, mark, weights = dict(self._used), ops.mark(), _Weights(unit.module)
             try:
                 written = self._lower(unit)
                 require(written.keys() == unit.writes.keys())
@@ -215,9 +216,7 @@ class _Recording:
             except Exception:  # whatever went wrong, the unit is called as it is
                 self._used = used
                 ops.cut(mark)
-                for table, then in tables:  # a call that was broken off leaves weights elsewhere
-                    table.clear()
-                    table.update(then)
+                weights.put_back()
                 break
             self._units.append(unit)
             self._cells.update(written)
@@ -471,13 +470,22 @@ class _Recording:
         return cell
 
 
-def _tables(policy: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes, weights and buffers of all modules in ``policy``, each with a copy."""
-    return [
-        (table, dict(table))
-        for module in modules_of(policy)
-        for table in (vars(module), module._parameters, module._buffers)
-    ]
+class _Weights:
+    """Where the weights of a unit are: a call of it that is broken off may leave others there."""
+
+    def __init__(self, policy: Any) -> None:
+        tables: Any = [(vars(one), one._parameters, one._buffers) for one in modules_of(policy)]
+        self._then = [(table, _tensors_in(table)) for table in chain(*tables)]
+
+    def put_back(self) -> None:
+        for table, then in self._then:
+            for name in _tensors_in(table).keys() - then.keys():
+                del table[name]
+            table.update(then)
+
+
+def _tensors_in(table: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in table.items() if isinstance(value, Tensor)}
 
 
 def _widened(value: Tensor, trial: int) -> Tensor:
