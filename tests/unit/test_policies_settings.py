@@ -229,10 +229,13 @@ def test_a_weight_that_reads_the_same_memory_otherwise(turned):
 
 
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("how", ["in place", "replaced", "taken", "loaded"])
-def test_weights_of_agents(how, share):
+def test_weights_of_agents(how, stored, share):
     torch.manual_seed(0)
-    agents = rl.MultiAgentMLP(2, 1, 3, centralized=False, share_params=share, depth=0)
+    agents = rl.MultiAgentMLP(
+        2, 1, 3, centralized=False, share_params=share, use_td_params=stored, depth=0
+    )
     layers = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(-1, (3, 2)), agents, nn.Flatten(-2))
 
     def change(p):
