@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictParams, composite_lp_aggregate
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
 from torch import nn
@@ -189,8 +188,6 @@ class Watch:
                 self.setting(_reader(value.detach()))
         elif isinstance(value, np.ndarray):
             self.setting(_reader(torch.from_numpy(value)))
-        elif isinstance(value, TensorDictBase) and not isinstance(value, nn.Module):
-            raise Unwatchable("a TensorDict, whose tensors can be replaced, is an attribute")
         elif (is_dict or isinstance(value, _LISTS)) and id(value) not in self._seen:
             self._seen[id(value)] = value
             if len(value) > _MAX_LENGTH:
