@@ -507,9 +507,10 @@ def test_one_hot_actions_on_request():
     assert (batch["action"].sum(-1) == 1).all()
 
 
-def test_several_one_hot_actions_on_request():
+@pytest.mark.parametrize("sizes", [[2, 3], [1, 1]])
+def test_several_one_hot_actions_on_request(sizes):
     class Twice(Countdown):
-        action_space = gym.spaces.MultiDiscrete([2, 3], start=[0, 5])
+        action_space = gym.spaces.MultiDiscrete(sizes, start=[0, 5])
         taken = []
 
         def step(self, action):
@@ -520,8 +521,8 @@ def test_several_one_hot_actions_on_request():
     env = Twice()
     with Collector(lambda: env, frames_per_batch=6, categorical_action_encoding=False) as collector:
         batch = next(iter(collector))
-        assert batch["action"].shape == (6, 5)
-        parts = batch["action"].split([2, 3], -1)
+        assert batch["action"].shape == (6, sum(sizes))
+        parts = batch["action"].split(sizes, -1)
         assert all((part.sum(-1) == 1).all() for part in parts)
         indices = torch.stack([part.argmax(-1) for part in parts], -1)
         assert (indices + torch.tensor([0, 5])).tolist() == env.taken

@@ -1,5 +1,7 @@
 """A policy that changes between rollouts: weights, hooks, modes, modules, exploration."""
 
+from copy import deepcopy
+
 import gymnasium as gym
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tensordict.nn import TensorDictModule as Mod
 from tensordict.nn import TensorDictSequential as Seq
 from torch import distributions as D
 from torch import nn
+from torchrl.modules import MultiAgentMLP
 
 from gleanrl import Collector, PolicyError
 
@@ -165,13 +168,28 @@ def test_dropout_follows_train_and_eval():
     assert torch.equal(trained, setting.check())
 
 
-def test_running_statistics_move_as_in_plain_calls():
+@pytest.mark.parametrize("counted", [False, True])
+def test_running_statistics_move_as_in_plain_calls(counted):
     layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    if not counted:
+        layers[0].num_batches_tracked = None
+    own = deepcopy(layers[0])
     setting = Setting(Mod(layers, ["observation"], ["action"]))
-    setting.collect()
-    assert layers[0].num_batches_tracked == STEPS
+    for row in setting.collect()["observation"].unbind(1):
+        own(row.contiguous())
+    for one, other in zip(layers[0].buffers(), own.buffers(), strict=True):
+        assert torch.equal(one, other)
     setting.policy.eval()
     setting.check()
+
+
+def test_agents_that_are_no_tensor_calls_keep_their_weights_where_they_were():
+    agents = MultiAgentMLP(2, 1, 3, centralized=False, share_params=True, activation_class=nn.RReLU)
+    layers = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(-1, (3, 2)), agents, nn.Flatten(-2))
+    names = list(layers.state_dict())
+    setting = Setting(Mod(layers, ["observation"], ["action"]))
+    setting.check()
+    assert list(layers.state_dict()) == names
 
 
 def actor(**options):

@@ -130,7 +130,7 @@ def test_states_are_carried_and_zeroed_like_in_plain_calls(name):
     assert ("is_init" in batch.keys()) is init
 
 
-@pytest.mark.parametrize("change", ["weights", "mode"])
+@pytest.mark.parametrize("change", ["weights", "replaced", "mode"])
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_what_changes_between_batches_counts(name, change):
     build, states, init, _ = KINDS[name]
@@ -139,6 +139,9 @@ def test_what_changes_between_batches_counts(name, change):
         before = next(iter(collector)).clone()
         if change == "weights":
             getattr(policy[0], name).weight_hh_l0.data.mul_(3)
+        elif change == "replaced":
+            layer = getattr(policy[0], name)
+            layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach() * 3)
         with set_recurrent_mode(True) if change == "mode" else nullcontext():
             after = next(iter(collector)).clone()
             expected = plain(policy, env, after, states=states, init=init)

@@ -229,10 +229,13 @@ def test_a_weight_that_reads_the_same_memory_otherwise(turned):
 
 
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("how", ["in place", "replaced", "taken", "loaded"])
-def test_weights_of_agents(how, share):
+def test_weights_of_agents(how, stored, share):
     torch.manual_seed(0)
-    agents = rl.MultiAgentMLP(2, 1, 3, centralized=False, share_params=share, depth=0)
+    agents = rl.MultiAgentMLP(
+        2, 1, 3, centralized=False, share_params=share, use_td_params=stored, depth=0
+    )
     layers = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(-1, (3, 2)), agents, nn.Flatten(-2))
 
     def change(p):
@@ -251,6 +254,22 @@ def test_weights_of_agents(how, share):
             agents.load_state_dict({k: v * 2 for k, v in agents.state_dict().items()})
 
     check(Mod(layers, ["observation"], ["action"]), change)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_replaced_weights_of_a_layer_that_takes_them_up_in_its_next_call(kind):
+    torch.manual_seed(0)
+    layer = kind(4, 4, batch_first=True)
+    policy = Seq(
+        Mod(nn.Sequential(nn.Linear(4, 8), nn.Unflatten(-1, (2, 4))), ["observation"], ["parts"]),
+        Mod(layer, ["parts"], ["seen", "_"]),
+        Mod(nn.Sequential(nn.Flatten(-2), nn.Linear(8, 3)), ["seen"], ["action"]),
+    )
+
+    def change(p):
+        layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.detach() * 3)
+
+    check(policy, change)
 
 
 class Doubled(nn.Linear):

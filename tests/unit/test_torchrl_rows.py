@@ -163,6 +163,13 @@ def test_indices_are_encoded_as_torchrl_does(kind, categorical):
         assert all(BY_PARTS in text for text in assert_equal(each, actor=None))
 
 
+def test_an_index_that_is_shown_as_a_float_is_encoded():
+    def build():
+        return GymWrapper(Index(shown=2.0))
+
+    assert_like_torchrl(build, lambda: TheirRandomPolicy(build().full_action_spec))
+
+
 @pytest.mark.parametrize("value", [-1, 4])
 def test_an_index_out_of_its_space_is_an_error(value):
     env = GymWrapper(Index())

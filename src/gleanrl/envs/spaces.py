@@ -170,7 +170,7 @@ class Actions:
         self._limits = [
             (field, limits, int(limits.min()))
             for leaf, field in zip(self._leaves, self.fields, strict=True)
-            if (limits := _limits(leaf.space, field)) is not None and limits.size
+            if (limits := _limits(leaf.space, specs[field.key], field)) is not None and limits.size
         ]
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
         self._decode = self._decoders[0]
@@ -223,17 +223,17 @@ class Actions:
                 ) from cause
 
 
-def _limits(space: gym.Space[Any], field: Field) -> Array | None:
+def _limits(space: gym.Space[Any], spec: TensorSpec, field: Field) -> Array | None:
     """Return the first invalid index, for each entry of a discrete action.
 
     It has an unsigned dtype: seen with that, a negative index is beyond all limits.
     """
-    if isinstance(space, spaces.Discrete):
-        limits: Any = space.n if field.shape == () else 2
+    if isinstance(spec, OneHot | MultiOneHot | Binary):
+        limits: Any = 2
+    elif isinstance(space, spaces.Discrete):
+        limits = space.n
     elif isinstance(space, spaces.MultiDiscrete):
-        limits = space.nvec if field.shape == space.shape else 2
-    elif isinstance(space, spaces.MultiBinary):
-        limits = 2
+        limits = space.nvec
     else:
         return None
     return np.asarray(limits, f"u{field.numpy_dtype.itemsize}")

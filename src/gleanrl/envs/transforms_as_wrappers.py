@@ -105,7 +105,7 @@ def _one_hot(space: gym.Space[Any]) -> tuple[gym.Space[Any], Callable[[Any], Any
     total, places = int(sizes.sum()), np.cumsum(sizes) - sizes
 
     def encode(value: Any) -> Any:
-        indices = np.asarray(value)
+        indices = np.asarray(value, np.int64)  # some show them as floats
         if indices.size != len(sizes) or np.any((indices < 0) | (indices >= sizes)):
             raise EnvError(
                 f"an observation of {space} is {value}; correct the space or the observation"

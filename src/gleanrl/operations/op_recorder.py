@@ -289,6 +289,10 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
         if _name(func) == "lift_fresh":  # how ``torch.tensor(...)`` ends
             self._made.update((_place(one), one) for one in _tensors(args))
         require(given <= self._changing | self._made.keys() | self._constants)
+        # In training it also writes the running statistics, which its schema does not say.
+        require(
+            func is not _ATEN.native_batch_norm.default or not (args[5] and _tensors(args[3:5]))
+        )
         draws = torch.Tag.nondeterministic_seeded in func.tags
         varies = draws or not given.isdisjoint(self._changing)
         writes = func._schema.is_mutable

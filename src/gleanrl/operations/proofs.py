@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional
-from tensordict.nn import TensorDictModuleBase, skip_existing
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, TensorDictParams, skip_existing
 from torch import nn
 from torch.utils._device import DeviceContext
 
@@ -191,8 +192,14 @@ def _is_layer(part: nn.Module) -> bool:
         and not isinstance(part, TensorDictModuleBase)
         and is_plain(part)
         and all(map(_is_function, filter(callable, vars(part).values())))
+        and (isinstance(part, TensorDictParams) or not _has_tensordict(part))
         and all(map(_is_dense, [*part.parameters(recurse=False), *part.buffers(recurse=False)]))
     )
+
+
+def _has_tensordict(part: nn.Module) -> bool:
+    """Tell whether an attribute is a TensorDict, whose tensors can be replaced unnoticed."""
+    return any(isinstance(value, TensorDictBase) for value in vars(part).values())
 
 
 def _is_function(value: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -42,7 +43,7 @@ from gleanrl.policies.adapt import TensorCall, converted
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.probe import PolicyTrace, Unit
 from gleanrl.policies.random import missing_batch
-from gleanrl.policies.submodules import units_of
+from gleanrl.policies.submodules import modules_of, units_of
 
 Tensor: TypeAlias = torch.Tensor
 Written: TypeAlias = dict[Key, Tensor]
@@ -139,7 +140,7 @@ class Lowering:
         kind = interaction_type()
         known = self._known.get((kind, lower))
         if known is None or known.watch.changed():
-            known = self._known[kind, lower] = self._build(kind, lower)
+            known = self._known[kind, lower] = self._built(kind, lower)
         return known
 
     def explain(self, lower: bool) -> list[str]:
@@ -151,6 +152,17 @@ class Lowering:
             why = _why_kept(unit) if index == 0 else f"because {_named(now.rest[0])} is"
             lines.append(f"{_named(unit)}: called as it is, {why if lower else _NOTHING_LOWERED}")
         return lines
+
+    def _built(self, kind: InteractionType | None, lower: bool) -> Lowered:
+        """Return the policy as it is now.
+
+        Its first call may change a setting: ``nn.LSTM`` then takes up weights that were replaced.
+        """
+        for _ in range(2):
+            now = self._build(kind, lower)
+            if not now.watch.changed():
+                return now
+        return Lowered([self.trace.whole], Watch(), None, [self.trace.whole])
 
     def _build(self, kind: InteractionType | None, lower: bool) -> Lowered:
         try:
@@ -194,7 +206,7 @@ class _Recording:
         """Record ``units``, up to the first one that is not understood."""
         dims, ops = len(self._policy.batch_shape), self._ops
         for unit in units:
-            used, mark = dict(self._used), ops.mark()
+            used, mark, weights = dict(self._used), ops.mark(), _Weights(unit.module)
             try:
                 written = self._lower(unit)
                 require(written.keys() == unit.writes.keys())
@@ -204,6 +216,7 @@ class _Recording:
             except Exception:  # whatever went wrong, the unit is called as it is
                 self._used = used
                 ops.cut(mark)
+                weights.put_back()
                 break
             self._units.append(unit)
             self._cells.update(written)
@@ -372,9 +385,9 @@ class _Recording:
         A ``GRUModule`` replaces states only if an episode begins, as it does here. The recorded
         calls then do so in every step, which makes no difference.
         """
+        require(not module.recurrent_mode and all(map(is_made_of_layers, module.children())))
         self._watch_layers(module)
         self._watch.setting(lambda: module.recurrent_mode)
-        require(not module.recurrent_mode and all(map(is_made_of_layers, module.children())))
         return self._record(unit, module, reads, bool)
 
     def _record(
@@ -455,6 +468,24 @@ class _Recording:
         if cell is self._roots.get(key):
             self._used[key] = cell
         return cell
+
+
+class _Weights:
+    """Where the weights of a unit are: a call of it that is broken off may leave others there."""
+
+    def __init__(self, policy: Any) -> None:
+        tables: Any = [(vars(one), one._parameters, one._buffers) for one in modules_of(policy)]
+        self._then = [(table, _tensors_in(table)) for table in chain(*tables)]
+
+    def put_back(self) -> None:
+        for table, then in self._then:
+            for name in _tensors_in(table).keys() - then.keys():
+                del table[name]
+            table.update(then)
+
+
+def _tensors_in(table: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in table.items() if isinstance(value, Tensor)}
 
 
 def _widened(value: Tensor, trial: int) -> Tensor:
