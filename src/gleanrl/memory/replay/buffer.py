@@ -437,6 +437,8 @@ class ReplayBuffer:
     def _finish(self, draw: Draw, data: Any) -> Any:
         if isinstance(self._storage, ListStorage):
             data = _stack(data) if self._collate is None else self._collate(data)
+            if isinstance(data, TensorDictBase) and data.shape == draw.index.shape:
+                data.update(dict(self._extra(draw)))
         elif self._collate is not None:
             data = self._collate(data)
         if draw.ends is not None and isinstance(data, TensorDictBase):
