@@ -293,6 +293,23 @@ def test_samples_of_lists_of_tensordicts_have_index_and_weights():
     assert "index" not in whole.sample(4)  # a row is several frames
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (2, 3), (6, 1)])
+def test_priorities_may_have_the_shape_of_a_reshaped_sample(shape):
+    arguments = {"alpha": 1.0, "beta": 1.0, "batch_size": 64}
+    rb = TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(6), **arguments)
+    rb.extend(TensorDict({"row": torch.arange(6)}, [6]))
+    only = torch.zeros(6)
+    for row, set_priorities in ((2, rb.update_priority), (4, None)):
+        data = TensorDict({"index": torch.arange(6), "td_error": only.clone()}, [6])
+        data["td_error"][row] = 1
+        data = data.reshape(shape)
+        if set_priorities is None:
+            rb.update_tensordict_priority(data)
+        else:
+            set_priorities(data["index"], data["td_error"])
+        assert (rb.sample()["row"] == row).all()
+
+
 def test_transforms_see_every_sample_in_order():
     def double(data):
         return data.set("action", data["action"] * 2)
