@@ -338,7 +338,7 @@ def test_a_node_with_workers_of_its_own_is_replaced():
     ) as collector:
         for _ in range(6):
             ids |= ids_in(collector.next())
-        pid = collector._engine.backend.launcher._pids[1]
+        pid = int(collector.stats("per_worker")["worker_1/pid"])
         os.kill(pid, signal.SIGKILL)
         lives = collector._engine.lives[1]
         while collector._engine.lives[1] == lives:

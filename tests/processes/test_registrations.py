@@ -1,5 +1,6 @@
 """Environments that a user registered reach other processes, or the error says why not."""
 
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -209,3 +210,20 @@ def test_an_environment_that_cannot_be_made_for_a_reason_of_its_own_says_so(regi
     with pytest.raises(ConfigError, match="'Failing-v0' cannot be made: out of order") as info:
         GymEnv("Failing-v0")
     assert not isinstance(info.value, UnknownEnvError)
+
+
+def test_an_import_that_starts_workers_is_named_by_them(tmp_path, monkeypatch):
+    """Their imports of the same module would start workers without end."""
+    module = """
+import gymnasium as gym
+from gleanrl import MultiSyncCollector
+
+class Mine(gym.Wrapper):
+    pass
+
+MultiSyncCollector([lambda: Mine(gym.make("CartPole-v1"))], None, frames_per_batch=4)
+"""
+    (tmp_path / "starts_workers.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="the import of 'starts_workers' starts workers, each"):
+        importlib.import_module("starts_workers")

@@ -68,6 +68,11 @@ def until_back(collector, worker=1, before=0):
                 return seen
 
 
+def parent_of(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
+
+
 def kill_soon(collector, worker, chance):
     """Kill a worker at some moment of one of its next rollouts."""
     pid = pid_of(collector, worker)
@@ -116,6 +121,21 @@ def test_the_others_make_the_same_rollouts_and_the_replacement_new_ones(kind, en
     lives = [set(itertools.chain(*ids[b:e])) for b, e in itertools.pairwise([*begins, len(ids)])]
     assert sum(map(len, lives)) == len(set.union(*lives))
     assert disturbed[1][begins[1]][2] != disturbed[1][begins[0]][2]  # another random stream
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_are_replaced_if_the_process_that_starts_them_is_killed(kind):
+    with collecting(kind, *map(rig.counting, range(2))) as collector:
+        collector.next()
+        pids = [pid_of(collector, worker) for worker in range(2)]
+        (parent,) = set(map(parent_of, pids))
+        os.kill(parent, signal.SIGKILL)  # which takes its children along
+        rig.await_end(pids)
+        for worker in range(2):
+            until_back(collector, worker, before=1)
+        stats = collector.stats()
+        assert (stats["workers_lost"], stats["relaunches"], stats["workers_alive"]) == (2, 2, 2)
+        assert parent not in {parent_of(pid_of(collector, worker)) for worker in range(2)}
 
 
 @pytest.mark.parametrize("kind", SYNC)

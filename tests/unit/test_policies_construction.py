@@ -1,5 +1,6 @@
 """Construction calls the policy once, on the real first observation, and restores its tensors."""
 
+import gc
 import random
 
 import numpy as np
@@ -9,6 +10,8 @@ from policies_rig import MODE, Shows, collect, layout, lowered, make, plain, sam
 from tensordict.nn import InteractionType, set_interaction_type
 from tensordict.nn import TensorDictModule as Mod
 from torch import nn
+from torch.distributions import Categorical
+from torchrl.modules import ProbabilisticActor
 
 from gleanrl import ConfigError
 from gleanrl.policies.policy import (
@@ -119,6 +122,14 @@ def test_compiling_without_arguments_replaces_nothing_by_tensor_calls():
 def test_an_already_compiled_policy_is_called_with_a_tensordict():
     policy = Mod(nn.Linear(4, 3), ["observation"], ["action"])
     same(torch.compile(policy, backend="eager"), layout((5,), FLOATS), reference=policy)
+
+
+def test_circles_that_compiling_leaves_behind_do_not_count_as_keeping_the_tensordict():
+    scores = Mod(nn.Linear(4, 3), ["observation"], ["logits"])
+    policy = ProbabilisticActor(scores, ["logits"], distribution_class=Categorical)
+    gc.collect()
+    with make(torch.compile(policy, backend="eager"), layout((), INT)) as collector:
+        assert "loop: rows" in collector.explain()
 
 
 def test_a_cuda_graph_needs_cuda():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -387,13 +388,18 @@ def _require_own_methods(env: Any) -> None:
 
 def _replaced(env: Any) -> list[str]:
     """Return the names of methods that the instance has in place of those of its class."""
-    kind = type(env)
+    kind: Any = type(env)
+    own = vars(env)
     return [
         name
-        for name, value in vars(env).items()
-        if callable(own := getattr(kind, name, None))
-        and getattr(value, "__func__", None) is not own
+        for name in own.keys() & _methods(kind)
+        if getattr(own[name], "__func__", None) is not getattr(kind, name)
     ]
+
+
+@functools.lru_cache(maxsize=64)
+def _methods(kind: type) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def twin_of(parts: Parts, stand_ins: Sequence[Any]) -> Any:

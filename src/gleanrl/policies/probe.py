@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -325,6 +326,8 @@ def learn(
         with _restored(policy), torch.no_grad(), set_interaction_type(options.exploration_type):
             before = sys.getrefcount(td)
             trace = _trace(adapted.call, td)
+            if sys.getrefcount(td) > before:
+                gc.collect()  # a compiler leaves circles that hold it
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 

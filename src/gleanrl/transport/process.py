@@ -25,7 +25,7 @@ from gleanrl.transport.authenticated_channel import Channel
 from gleanrl.transport.interrupts import interruptible
 from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
-from gleanrl.transport.worker_loop import Boot, Surroundings
+from gleanrl.transport.worker_loop import Boot, Surroundings, refuse_at_import
 from gleanrl.transport.zygote import Zygote, exit_text
 from gleanrl.weights.published_buffers import SharedWeightPublisher, reserve_shared
 
@@ -54,8 +54,11 @@ os.register_at_fork(after_in_child=_forget)
 def zygote() -> Zygote:
     """Return this process's zygote, started on first use."""
     global _zygote
+    refuse_at_import()
     with _starting:
         if _zygote is None or not _zygote.alive:
+            if _zygote is not None:  # it was killed
+                _zygote.close()
             _zygote = Zygote()
             # At the end of the interpreter finalizers run last made first: collectors, which were
             # made after their zygote, close before it does.
@@ -97,7 +100,9 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         """The time that replacements have to build their environments, by worker."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._poller.close)
-            self._zygote = zygote()
+            zygote()  # it imports meanwhile
+            self._zygotes: dict[int, Zygote] = {}
+            """The zygote of each worker; one that was killed has taken its workers along."""
             self.memory = SharedMemory()
             """The arena's memory."""
             undo.callback(self.memory.close)
@@ -142,7 +147,8 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         now = monotonic()
         for worker in [worker for worker, (due, _) in self._due.items() if due <= now]:
             _, life = self._due.pop(worker)
-            if self._zygote.alive and self._zygote.exit_status(self.pids[worker], 0.0) is None:
+            before = self._zygotes[worker]
+            if before.alive and before.exit_status(self.pids[worker], 0.0) is None:
                 self._due[worker] = now + _LOOK_S, life
                 continue
             try:
@@ -166,10 +172,12 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         try:
             with theirs:
                 fds = [theirs.fileno(), self.memory.fd, self._control.fd]
-                pid = self._zygote.fork(fds, self._start_timeout)
+                source = zygote()
+                pid = source.fork(fds, self._start_timeout)
         except BaseException:
             ours.close()
             raise
+        self._zygotes[worker] = source
         process = ChannelPeer(worker, Channel(ours))
         self._peers[worker] = process
         self.pids[worker] = pid
@@ -217,7 +225,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
 
     def _exit_reason(self, peer: ChannelPeer, reason: str) -> str:
         pid = self.pids[peer.index]
-        status = interruptible(self._zygote.exit_status, pid, 2.0)
+        status = interruptible(self._zygotes[peer.index].exit_status, pid, 2.0)
         reason = reason if status is None else exit_text(status)
         return f"(process {pid}) {reason}; its output, if there was any, is above"
 
@@ -227,10 +235,10 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
         self._building.pop(worker, None)
         if worker in self._peers:
             self._drop(self._peers[worker])
-        pid = self.pids[worker]
+        pid, source = self.pids[worker], self._zygotes[worker]
         with contextlib.suppress(OSError):
-            self._zygote.end([pid], 0.0)
-        return interruptible(self._zygote.exit_status, pid, _KILLED_S) is not None
+            source.end(pid, 0.0)
+        return interruptible(source.exit_status, pid, _KILLED_S) is not None
 
     def _drop(self, peer: ChannelPeer) -> None:
         if not peer.gone:
@@ -244,7 +252,9 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
             process.channel.close()
         # In a forked child of the learner the workers belong to another process.
         if self._owner == os.getpid():
-            self._zygote.end([self.pids[p.index] for p in processes], min(timeout, _WORKER_EXIT_S))
+            deadline = Deadline(min(timeout, _WORKER_EXIT_S))
+            for process in processes:
+                self._zygotes[process.index].end(self.pids[process.index], deadline.left)
         self._poller.close()
         self.memory.close()
         self._control.close()

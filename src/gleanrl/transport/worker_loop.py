@@ -22,6 +22,7 @@ import torch
 from gleanrl.core import messages as m
 from gleanrl.core import paths
 from gleanrl.core.affinity import Processors
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.protocols import InlineSource, JointAct, Source, SourceFactory, Stop
 from gleanrl.core.streams import enter_life
 from gleanrl.core.window import Window
@@ -36,6 +37,10 @@ from gleanrl.weights.published_buffers import SharedWeightReceiver
 Received: TypeAlias = m.Command | m.Failed
 """The next thing for a worker: a command, or the answer to one that could not be loaded."""
 OpenWindow = Callable[[m.WindowRef], Window]
+_IMPORTING = "<frozen importlib._bootstrap>"
+"""The file of Python's functions that import."""
+_is_worker = False
+"""Whether this process is a worker."""
 
 
 class WeightReceiver(Protocol):
@@ -310,6 +315,25 @@ class Boot:
             if isinstance(stream, io.TextIOWrapper):  # the last line must not be lost
                 stream.reconfigure(line_buffering=True)
         enter_life(self.life)
+        global _is_worker
+        _is_worker = True
+
+
+def refuse_at_import() -> None:
+    """Refuse to start workers in a worker that imports a module: these would import it in turn.
+
+    Raises:
+        ConfigError: an import is under way in this process, which is a worker.
+    """
+    frame = sys._getframe() if _is_worker else None
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING and frame.f_code.co_name == "_find_and_load":
+            name = frame.f_locals["name"]
+            raise ConfigError(
+                f"the import of {name!r} starts workers, each of which imports {name!r} and would "
+                "start more: start workers in a function, or under if __name__ == '__main__':"
+            )
+        frame = frame.f_back
 
 
 def serve(boot: Boot, endpoint: Endpoint) -> m.Reply:

@@ -186,13 +186,11 @@ class Zygote:
         if self.alive:
             self._request(b"kill", self._numbers[pid])
 
-    def end(self, pids: Sequence[int], timeout: float) -> None:
-        """Let workers that were asked to end do so for ``timeout`` seconds, then kill the rest."""
-        deadline = Deadline(timeout)
-        for pid in pids:
-            if self.exit_status(pid, deadline.left) is None:
-                with contextlib.suppress(OSError):
-                    self.kill(pid)
+    def end(self, pid: int, timeout: float) -> None:
+        """Let worker ``pid``, which was asked to end, do so for ``timeout`` seconds, or kill it."""
+        if self.exit_status(pid, timeout) is None:
+            with contextlib.suppress(OSError):
+                self.kill(pid)
 
     def close(self) -> None:
         """End it, and with it every worker that is left. Only its owner can."""

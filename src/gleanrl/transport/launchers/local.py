@@ -6,20 +6,22 @@ import os
 import pickle
 from collections.abc import Sequence
 
+from gleanrl.core.deadline import Deadline
 from gleanrl.transport.addresses import LOOPBACK
 from gleanrl.transport.handshake import Invitation
 from gleanrl.transport.process import zygote
 from gleanrl.transport.worker_loop import Surroundings
-from gleanrl.transport.zygote import NODE, exit_text
+from gleanrl.transport.zygote import NODE, Zygote, exit_text
 
 
 class LocalLauncher:
     """Starts nodes here. They reach the learner through the loopback interface."""
 
     def __init__(self) -> None:
-        self._zygote = zygote()
+        zygote()  # it imports meanwhile
         self._owner = os.getpid()
-        self._pids: dict[int, int] = {}
+        self._processes: dict[int, tuple[Zygote, int]] = {}
+        """Of each node: the zygote it was forked from, and its process id."""
 
     def address(self) -> str:
         return LOOPBACK
@@ -31,19 +33,24 @@ class LocalLauncher:
             with open(os.memfd_create("gleanrl"), "w+b") as told:
                 told.write(going)
                 told.seek(0)
-                pid = self._zygote.fork([told.fileno()], invitation.timeout_s, NODE)
-            before = self._pids.get(invitation.node)
-            if before is not None:  # it was given up, and may not have noticed that
-                self._zygote.kill(before)
-            self._pids[invitation.node] = pid
+                source = zygote()
+                pid = source.fork([told.fileno()], invitation.timeout_s, NODE)
+            if invitation.node in self._processes:  # it was given up, and may not have noticed that
+                before, replaced = self._processes[invitation.node]
+                before.kill(replaced)
+            self._processes[invitation.node] = source, pid
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        pid = self._pids.get(node)
-        status = None if pid is None else self._zygote.exit_status(pid, timeout)
+        if node not in self._processes:
+            return None
+        source, pid = self._processes[node]
+        status = source.exit_status(pid, timeout)
         return None if status is None else f"(process {pid}) {exit_text(status)}"
 
     def stop(self, timeout: float) -> None:
-        pids, self._pids = self._pids, {}
+        processes, self._processes = self._processes.values(), {}
         # In a forked child of the learner the nodes belong to another process.
         if self._owner == os.getpid():
-            self._zygote.end(list(pids.values()), timeout)
+            deadline = Deadline(timeout)
+            for source, pid in processes:
+                source.end(pid, deadline.left)
