@@ -185,6 +185,8 @@ def test_double_precision_rewards_stay_double():
 
 
 def test_wrong_use_is_named():
+    with pytest.raises(ConfigError, match=r"n_steps \(2.5\) must be a whole number"):
+        MultiStep(0.9, 2.5)
     with pytest.raises(ConfigError, match=r"n_steps \(0\) must be at least 1"):
         MultiStep(0.9, 0)
     with pytest.raises(ConfigError, match=r"gamma \(1.5\)"):

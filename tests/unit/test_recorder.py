@@ -14,7 +14,15 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from tensordict import NonTensorStack, TensorDict
 
 import gleanrl
-from gleanrl import Collector, ConfigError, GleanError, MultiSyncCollector, Recorder, load_dataset
+from gleanrl import (
+    Collector,
+    ConfigError,
+    GleanError,
+    MultiStep,
+    MultiSyncCollector,
+    Recorder,
+    load_dataset,
+)
 from gleanrl.cli.main import main
 
 
@@ -244,6 +252,26 @@ def test_collectors_whose_episodes_have_the_same_numbers_are_kept_apart(tmp_path
         Collector("CartPole-v1", replay_buffer=recorder, **arguments).shutdown()
         with pytest.raises(ConfigError, match="records another collector already"):
             Collector("CartPole-v1", replay_buffer=recorder, **arguments)
+
+
+def test_writing_frames_of_two_collectors_with_the_same_ids_is_refused(tmp_path):
+    arguments = {"num_envs": 2, "frames_per_batch": 200, "postproc": MultiStep(0.9, 3)}
+    first, second = (Collector("CartPole-v1", **arguments) for _ in range(2))
+    with Recorder(tmp_path / "data") as recorder:
+        recorder.write(first.rollout())
+        recorder.write(first.rollout())  # continues the episodes that were cut
+        with pytest.raises(ConfigError, match="add a number to the ids"):
+            recorder.write(second.rollout())
+    written = load_dataset(tmp_path / "data")
+    assert len(written) == 400
+    with Recorder(tmp_path / "both-v0", "minari") as recorder:
+        recorder.write(written)
+        batch = second.rollout()
+        batch["collector", "traj_ids"] += 1000
+        recorder.write(batch)
+    both = load_dataset(tmp_path / "both-v0")["collector", "traj_ids"]
+    alone = (written["collector", "traj_ids"], batch["collector", "traj_ids"])
+    assert len(both.unique()) == sum(len(ids.unique()) for ids in alone)
 
 
 def test_a_worker_that_does_not_see_the_disk_says_so(tmp_path):

@@ -23,6 +23,7 @@ from gleanrl import (
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
 
@@ -275,6 +276,38 @@ def test_lists_stack_tensordicts():
     rb.extend(rows(0, 5))
     assert (rb[:] == rows(0, 5)).all()
     assert rb.sample(3).batch_size == (3,)
+
+
+def test_samples_of_lists_of_tensordicts_have_index_and_weights():
+    arguments = {"alpha": 1.0, "beta": 1.0, "priority_key": "action", "batch_size": 8}
+    rb = TensorDictPrioritizedReplayBuffer(storage=ListStorage(10), **arguments)
+    rb.extend(TensorDict({"row": torch.arange(2), "action": torch.tensor([1.0, 3.0])}, [2]))
+    batch = rb.sample(200)
+    assert torch.equal(batch["index"], batch["row"])
+    assert torch.equal(batch["priority_weight"], 1 / batch["action"])
+    batch["action"] = 1.0 - batch["row"]  # from now on only row 0
+    rb.update_tensordict_priority(batch)
+    assert not rb.sample()["row"].any()
+    whole = TensorDictReplayBuffer(storage=ListStorage(10))
+    whole.extend(TensorDict({"row": torch.zeros(2, 3)}, [2, 3]))
+    assert "index" not in whole.sample(4)  # a row is several frames
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (2, 3), (6, 1)])
+def test_priorities_may_have_the_shape_of_a_reshaped_sample(shape):
+    arguments = {"alpha": 1.0, "beta": 1.0, "batch_size": 64}
+    rb = TensorDictPrioritizedReplayBuffer(storage=LazyTensorStorage(6), **arguments)
+    rb.extend(TensorDict({"row": torch.arange(6)}, [6]))
+    only = torch.zeros(6)
+    for row, set_priorities in ((2, rb.update_priority), (4, None)):
+        data = TensorDict({"index": torch.arange(6), "td_error": only.clone()}, [6])
+        data["td_error"][row] = 1
+        data = data.reshape(shape)
+        if set_priorities is None:
+            rb.update_tensordict_priority(data)
+        else:
+            set_priorities(data["index"], data["td_error"])
+        assert (rb.sample()["row"] == row).all()
 
 
 def test_transforms_see_every_sample_in_order():

@@ -26,6 +26,7 @@ from gleanrl.core.keys import (
     format_key,
     outermost,
 )
+from gleanrl.core.options import check_int
 from gleanrl.core.window import Array
 from gleanrl.envs.saved_state import load_batch, save_state
 from gleanrl.memory.tensordicts import indexable
@@ -518,12 +519,10 @@ class MultiStep(nn.Module):
             ConfigError: a number is out of range.
         """
         super().__init__()
-        if n_steps < 1:
-            raise ConfigError(f"n_steps ({n_steps}) must be at least 1")
         if not 0 < gamma <= 1:
             raise ConfigError(f"gamma ({gamma}) must be above 0 and at most 1")
         self.gamma = gamma
-        self.n_steps = n_steps
+        self.n_steps = check_int("n_steps", n_steps, least=1)
         self.reward_keys = None if reward_keys is None else as_keys(reward_keys)
         self.mask_key, self.ids_key = as_key(mask_key), as_key(ids_key)
 

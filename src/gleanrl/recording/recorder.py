@@ -43,6 +43,7 @@ from gleanrl.recording.formats import check_target, module_of
 from gleanrl.recording.in_tensordict import Shard
 from gleanrl.recording.origin import describe_env
 
+_TERMINATED = (keys.NEXT, *keys.TERMINATED)
 _ROOM, _ROOM_NBYTES = ".room", 1 << 16
 """Room for the last card, if the disk is full by then: a file that is removed before."""
 _ROWS = (
@@ -134,6 +135,7 @@ class Recorder(Sink):
         """Further entries of the card, as JSON; may be changed until `close`."""
         self._expected = total_frames
         self._collectors: list[weakref.ref[Any]] = []
+        self._terminated: set[int] = set()
         self._shard = Shard(self.path / SHARDS / "main", {}, total_frames)
         self._files = _Files(self.path, format, self.facts)
         self._token = self._files.token
@@ -149,6 +151,8 @@ class Recorder(Sink):
         kernel's memory, so a kill of the process does not lose them.
 
         Raises:
+            ConfigError: an episode goes on that has terminated, so these frames are of another
+                collector or dataset, whose trajectory ids are used again.
             TensorFileError: the disk is full, or these frames differ from those before in an
                 entry, its shape or its dtype.
             ClosedError: after `close`.
@@ -161,7 +165,27 @@ class Recorder(Sink):
             frames = frames[mask.reshape(-1)]
         if self.format == "minari" and not self._shard.frames:
             _check_episodes(frames)
+        if self._finisher is not None:  # a worker's copy has the frames of one collector
+            self._check_ids(frames)
         self._shard.write(frames)
+
+    def _check_ids(self, frames: TensorDictBase) -> None:
+        """Check that no terminated episode goes on in ``frames``, and note those that terminate.
+
+        Truncation proves nothing, because ``set_truncated`` marks episodes that go on. After
+        `MultiStep`, an episode has several terminated frames.
+        """
+        ids, over = (frames.get(key, None) for key in (keys.TRAJ_IDS, _TERMINATED))
+        if ids is None or over is None or ids.numel() != over.numel():
+            return
+        ids, over = ids.reshape(-1), over.reshape(-1)
+        if again := self._terminated.intersection(ids[~over].tolist()):
+            raise ConfigError(
+                f"the episode with the trajectory id {min(again)} has terminated, and these frames "
+                "continue it: two collectors or datasets number their episodes from 0. Record each "
+                "to a directory of its own, or add a number to the ids of the second"
+            )
+        self._terminated.update(ids[over].tolist())
 
     def store(self, batch: TensorDictBase) -> int:
         self.write(batch)

@@ -301,14 +301,16 @@ class ReplayBuffer:
 
         Args:
             index: Places as in a sample's ``"index"``; places without a row are left out.
-            priority: One number per place, or one for all.
+            priority: One number per place, or one for all. Of several per place, the largest one.
 
         Raises:
             ConfigError: a number is negative or not finite, or the count differs.
         """
         places = to_storage_index(self._storage, index)
         values = torch.as_tensor(priority).detach().cpu()
-        if values.ndim > 1:
+        if values.numel() == len(places):
+            values = values.reshape(-1)
+        elif values.ndim > 1:
             values = values.reshape(len(values), -1).amax(1)
         if values.numel() not in (1, len(places)):
             raise ConfigError(f"{len(values)} priorities for {len(places)} rows")
@@ -437,6 +439,8 @@ class ReplayBuffer:
     def _finish(self, draw: Draw, data: Any) -> Any:
         if isinstance(self._storage, ListStorage):
             data = _stack(data) if self._collate is None else self._collate(data)
+            if isinstance(data, TensorDictBase) and data.shape == draw.index.shape:
+                data.update(dict(self._extra(draw)))
         elif self._collate is not None:
             data = self._collate(data)
         if draw.ends is not None and isinstance(data, TensorDictBase):
