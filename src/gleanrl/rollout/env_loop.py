@@ -151,7 +151,7 @@ class EnvLoop(BaseSource):
             self._end(window, policy, taken, np.array(versions))
         if policy.requested is not None:
             self._clock.add_policy(policy.requested.seconds)
-        self._mark_consistent()
+        self.inconsistent = False
         return self._report(taken, versions[0])
 
     def _begin(self, window: Window, random: bool) -> Policy:

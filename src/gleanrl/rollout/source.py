@@ -61,7 +61,8 @@ class BaseSource:
         """Whether a failure left environments and counters in disagreement."""
         given = options.create_env_fn
         several = isinstance(given, Sequence) and not isinstance(given, str)
-        self._custody = Custody(filter(is_built, given if several else [given]))
+        built = list(filter(is_built, given if several else [given]))
+        self._custody = Custody(built) if built else None
         self._fresh = True
         self._keeps = False
         """Whether the policy's entries of earlier steps survive the current reset."""
@@ -117,7 +118,7 @@ class BaseSource:
         with self.streams.active(), torch.no_grad(), self._exploration():
             self.make_consistent()
             yield
-        self._mark_consistent()
+        self.inconsistent = False
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class BaseSource:
     def make_consistent(self) -> None:
         """Do resets that are due before a rollout; until that has ended, the source is not."""
         failed, self.inconsistent = self.inconsistent, True
-        if self._custody.broken:
+        if not failed and self._custody is not None and self._custody.broken:
             failed = True
             warn(
                 "an environment of this collector was reset by other code since the last batch "
@@ -143,7 +144,8 @@ class BaseSource:
 
     def _mark_consistent(self) -> None:
         self.inconsistent = False
-        self._custody.take()
+        if self._custody is not None:
+            self._custody.take()
 
     @property
     def under_way(self) -> bool:
@@ -167,6 +169,8 @@ class BaseSource:
         raise NotImplementedError
 
     def _report(self, steps: int, version: int, discarded: int = 0, payload: Any = None) -> Report:
+        if self._custody is not None:
+            self._custody.take()
         mishaps: tuple[Mishap, ...] = ()
         if self.failures:
             mishaps = tuple(("env_restarts", failure) for failure in self.failures)
@@ -254,7 +258,8 @@ class BaseSource:
         """Continue the loop's part of running episodes."""
 
     def close(self) -> None:
-        self._custody.end()
+        if self._custody is not None:
+            self._custody.end()
         self._envs.close()
 
     def _exploration(self) -> Any:
