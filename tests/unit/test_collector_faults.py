@@ -155,6 +155,19 @@ def test_a_collector_that_takes_the_place_of_another_has_its_environment_to_itse
         assert times(collector.rollout()) == [0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("options", [{}, {"fast": False}])
+def test_a_reset_that_failed_is_no_use_by_other_code(options):
+    inner = Count(2)
+    with Collector(GymEnv(inner), frames_per_batch=6, **options) as collector:
+        collector.rollout()
+        inner.fail_reset = inner.resets
+        with pytest.raises(ArithmeticError, match="in reset"):
+            collector.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert times(collector.rollout()) == [0, 1] * 3
+
+
 def test_next_says_why_instead_of_ending_quietly():
     env = Count()
     env.fail_at = 3
