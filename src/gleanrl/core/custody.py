@@ -18,6 +18,7 @@ class Custody:
         self.take()
 
     def take(self) -> None:
+        """Be the last user again."""
         for each in self._ids:
             _LAST_USER[each] = self
 
@@ -27,6 +28,7 @@ class Custody:
         return any(_LAST_USER.get(each) is not self for each in self._ids)
 
     def end(self) -> None:
+        """Forget the environments that no other collector has taken meanwhile."""
         for each in self._ids:
             if _LAST_USER.get(each) is self:
                 del _LAST_USER[each]

@@ -114,8 +114,8 @@ _WITH_GENERATOR = {
     _ATEN.randint.low: _ATEN.randint.low_generator,
 }
 """Operations that make tensors of draws, with a generator."""
-_SAME = {"zeros_like": 0, "ones_like": 1}
-"""Operations whose results do not depend on values."""
+_FILLED_WITH = {"zeros_like": 0, "ones_like": 1}
+"""Operations whose results hold one number, whatever they are given."""
 _EACH = "_foreach_"
 # These change shapes only.
 _RESHAPING = {"squeeze_", "t_", "transpose_", "unsqueeze_"}
@@ -387,8 +387,8 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
             return partial(result.masked_fill_, *args[1:])
         if name == "roll":  # has no ``out``
             return _rolling(func, args, result)
-        if name in _SAME:
-            return partial(result.fill_, _SAME[name])
+        if name in _FILLED_WITH:
+            return partial(result.fill_, _FILLED_WITH[name])
         if name == "empty_like":  # others fill it
             return _nothing
         call = _elementwise(name, args, kwargs, result) or _into(name, args, kwargs, result)

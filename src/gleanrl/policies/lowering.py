@@ -393,7 +393,11 @@ class _Recording:
     def _record(
         self, unit: Unit, module: Any, reads: Sequence[Key], branches: type = int
     ) -> Written:
-        """Record the operations of ``module`` on a TensorDict; it may branch on ``branches``."""
+        """Record the operations of ``module`` on a TensorDict.
+
+        It may read Python numbers of the type ``branches``: distributions look at whole numbers to
+        check their range.
+        """
         td = TensorDict({}, batch_size=self._policy.batch_shape)
         for key in reads:
             td.set(key, self._read(key))
