@@ -33,6 +33,10 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes wit
 
 kind, ending, delay, switch = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 
+CENTRAL = {
+    "policy process": g.MultiSyncCollector,
+    "policy process async": g.MultiAsyncCollector,
+}
 learn = lambda: time.sleep(0.001)
 
 def lean(observation):
@@ -46,7 +50,10 @@ def begin():
         found = g.Evaluator("CartPole-v1", lean, num_trajectories=10_000)
         found.trigger_eval()
         return found
-    if kind in ("sync", "learner"):
+    if kind in CENTRAL:
+        options |= {"inference": "central", "policy_process": True}
+        found = CENTRAL[kind]("CartPole-v1", lean, num_workers=2, **options)
+    elif kind in ("sync", "learner"):
         found = g.MultiSyncCollector("CartPole-v1", num_workers=2, **options)
     elif kind in ("async", "prefetch"):
         found = g.MultiAsyncCollector("CartPole-v1", num_workers=2, **options)
@@ -114,7 +121,10 @@ else:
     finish()
 """
 LIMIT_S = 120.0
-KINDS = ("inline", "sync", "async", "learner", "prefetch", "evaluator")
+KINDS = (
+    *("inline", "sync", "async", "learner", "prefetch", "evaluator"),
+    *("policy process", "policy process async"),
+)
 EXPECTED = {
     "end": (0, ""),
     "exit": (3, ""),

@@ -2,7 +2,7 @@
 
 Each tool draws a trial from a number and says what became of it. All take the same options::
 
-    --cases N --minutes M --seed S --jobs J --only NUMBER
+    --cases N --minutes M --seed S --kind PATTERN --jobs J --only NUMBER
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from itertools import islice
 from typing import IO, Any, NamedTuple
 
@@ -71,20 +72,23 @@ def main(
     parser.add_argument("--cases", type=int, default=cases or _PER_SEED, help="trials at most")
     parser.add_argument("--minutes", type=float, default=time_m, help="begin none later")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", metavar="PATTERN", default="*", help="only kinds like 'central*'")
     if not alone:
         parser.add_argument("--jobs", type=int, default=1, help="trials that run at once")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="run this trial alone")
     given = parser.parse_args()
     first = given.seed * _PER_SEED
-    numbers = range(first, first + given.cases) if given.only is None else [given.only]
+    numbers = range(first, first + _PER_SEED) if given.only is None else [given.only]
+    drawn = ((number, *draw(number)) for number in numbers)
+    wanted = (trial for trial in drawn if fnmatch(trial[1], given.kind))
     end = time.monotonic() + 60 * given.minutes
     kinds = {}
 
     def calls() -> Iterator[tuple[int, Call]]:
-        for number in numbers:
+        for number, kind, call in islice(wanted, given.cases):
             if time.monotonic() > end:
                 return
-            kinds[number], call = draw(number)
+            kinds[number] = kind
             yield number, call
 
     found = []
