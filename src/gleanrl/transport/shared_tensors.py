@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
+from gleanrl.memory.shared import FileAddress
+
 
 def by_reference(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a function, and arguments, that make ``tensor`` over the same memory in a worker.
@@ -28,40 +30,20 @@ def by_reference(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if file < 0:  # a mapped file
         return None
     place = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    return _mapped, (os.getpid(), file, _identity(file), nbytes, *place)
-
-
-def _identity(file: int) -> tuple[int, int]:
-    """Return numbers that no other open file has."""
-    status = os.fstat(file)
-    return status.st_dev, status.st_ino
+    return _mapped, (FileAddress.of(file), nbytes, *place)
 
 
 def _mapped(
-    process: int,
-    file: int,
-    identity: tuple[int, int],
+    address: FileAddress,
     nbytes: int,
     dtype: torch.dtype,
     offset: int,
     shape: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    """Return a tensor over the memory of ``file``, which ``process`` has open.
-
-    Raises:
-        RuntimeError: ``process`` has ended, has closed the file, or forbids to open it.
-    """
+    """Return a tensor over the memory of the file at ``address``."""
+    own = address.open()
     try:
-        own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-    except OSError as err:
-        raise RuntimeError(
-            f"a tensor in shared memory cannot be opened, because process {process} has ended, has "
-            f"freed it, or forbids that ({err})"
-        ) from err
-    try:
-        if _identity(own) != identity:
-            raise RuntimeError(f"a tensor in shared memory was freed by process {process}")
         make: Any = torch.UntypedStorage
         storage = make._new_shared_fd_cpu(own, nbytes)  # as torch.multiprocessing does
     finally:
