@@ -31,18 +31,6 @@ from gleanrl.envs.simulator_state import NeedsPickle, as_bytes, as_tensor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
 
-OF_ALL = (
-    "frames",
-    "iter",
-    "envs",
-    "statistics",
-    "schedule",
-    "trajectories",
-    "undelivered",
-    "ready",
-    "ledger",
-)
-"""Entries that are not those of one worker."""
 _OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
 VERIFIED_STEPS = 16
