@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.engine import Engine
@@ -153,19 +153,6 @@ class Background:
             raise CollectorTimeout(f"background collection did not end within {timeout:.4g} s")
 
 
-class Collects(Protocol):
-    """The collection that a thread drives."""
-
-    def announce(self) -> None:
-        """Note that rollouts are about to be requested."""
-
-    def collect(self, feed: bool = True) -> object:
-        """Collect a batch that has arrived; request more only with ``feed``."""
-
-    def failed(self) -> None:
-        """Show that an error has ended collection."""
-
-
 class BackgroundFilling(Background):
     """Fills a collector's replay buffer in a thread, between `start` and `shutdown`.
 
@@ -182,8 +169,8 @@ class BackgroundFilling(Background):
         super().__init__()
         self._engine, self._counts, self._timeout = engine, counts, timeout
 
-    def start(self, buffer: Any, collection: Collects) -> None:
-        """Fill ``buffer`` from now on."""
+    def start(self, buffer: Any, collection: Any) -> None:
+        """Fill ``buffer`` from now on, by a `Collection`."""
         self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
         active: Active = bool
         if self._buffer is not None:
@@ -253,7 +240,7 @@ class BackgroundFilling(Background):
         self._engine.close(timeout)
         self.join(1.0)
 
-    def _step(self, collection: Collects, feed: bool) -> bool:
+    def _step(self, collection: Any, feed: bool) -> bool:
         """Collect the rollouts that have arrived; return whether there is more to do."""
         held = False
         try:
