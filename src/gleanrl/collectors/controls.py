@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ from gleanrl.collectors.delegation import method_of
 from gleanrl.collectors.hooks import Hooks, PostHook, PreHook
 from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.errors import ConfigError, for_users
+from gleanrl.core.options import warn
 from gleanrl.engine.profiling import ProfileConfig
 
 Update: TypeAlias = Callable[[Mapping[str, Any], Any, Mapping[str, Any]], None]
@@ -108,9 +108,7 @@ class Controls:
             KeyError: no model of that id.
         """
         if policy_weights is not None:
-            warnings.warn(
-                "policy_weights= is retired; pass weights=", DeprecationWarning, stacklevel=2
-            )
+            warn("policy_weights= is retired; pass weights=", DeprecationWarning)
         source = one_of(policy_or_weights, weights, policy, policy_weights)
         further = source is not None or model_id is not None
         if weights_dict is not None and (further or not weights_dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -11,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+
+from gleanrl.core.options import warn
 
 WorkerId: TypeAlias = int | torch.device | str
 WorkerIds: TypeAlias = WorkerId | Sequence[WorkerId] | None
@@ -33,11 +34,10 @@ class WeightUpdaterBase:
         """Warn that new code should use schemes instead of updaters."""
         super().__init_subclass__(**kwargs)
         if cls.__module__ != __name__:
-            warnings.warn(
+            warn(
                 f"{cls.__name__} is a weight updater, which is retired; pass "
                 "weight_sync_schemes= to the collector, or weights to update_policy_weights_",
                 DeprecationWarning,
-                stacklevel=2,
             )
 
     @classmethod

@@ -11,12 +11,12 @@ import contextlib
 import json
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
 from gleanrl.core.messages import Report
+from gleanrl.core.options import warn
 
 _FLUSH_S = 1.0
 """Seconds between two times at which events are handed to the operating system."""
@@ -74,7 +74,7 @@ class Timeline:
             except OSError as err:
                 with contextlib.suppress(OSError):
                     self._file.close()
-                warnings.warn(f"the timeline ends here: {err}", UserWarning, stacklevel=3)
+                warn(f"the timeline ends here: {err}")
 
     def gathered(self, reports: Mapping[int, Report], version: int, requested: float) -> None:
         """Add a batch; arguments as in `Watching.gathered`."""
