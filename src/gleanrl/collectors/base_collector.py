@@ -682,7 +682,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self.collection.ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
-        plan.close_within(deadline.left)
+        for env in plan.functions if plan.central else ():  # have processes that are late killed
+            env.shutdown_timeout = deadline.left
         try:
             self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:

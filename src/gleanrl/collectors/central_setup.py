@@ -18,7 +18,7 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
-from gleanrl.core.affinity import Processors, all_processors, read_affinity
+from gleanrl.core.affinity import Processors, read_affinity
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
@@ -111,7 +111,7 @@ def policy_process_plan(
         raise ConfigError("interruptor needs policy_process=False: it stays in this process")
     inside = {name: arguments[name] for name in _INSIDE}
     # Workers would inherit the processors of the process with the policy.
-    inside["worker_affinity"] = affinity or all_processors(len(functions))
+    inside["worker_affinity"] = affinity or [Processors(os.sched_getaffinity(0))] * len(functions)
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
     # First inside, where it is known which of the workers is late.

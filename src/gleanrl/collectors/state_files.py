@@ -62,7 +62,7 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
         checksum, size = zlib.crc32(part, checksum), size + len(part)
     head_bytes = _MAGIC + _HEAD.pack(size, checksum, len(text))
     with tensor_files.drafted(path) as draft:
-        tensor_files.write_parts(draft, [head_bytes, text, *writer.parts])
+        tensor_files.write_new(draft, head_bytes, text, *writer.parts)
         _rotate(path, keep)
         tensor_files.publish(draft, path)
 

@@ -170,11 +170,6 @@ class WorkerPlan:
             )
         self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
 
-    def close_within(self, seconds: float) -> None:
-        """Have processes of environments be killed that do not end in so many ``seconds``."""
-        for env in self.functions if self.central else ():
-            env.shutdown_timeout = seconds
-
     # -- what each worker gets ---------------------------------------------------------------------
 
     def for_worker(self, worker: int) -> SourceOptions:

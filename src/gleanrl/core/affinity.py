@@ -40,11 +40,6 @@ def read_affinity(name: str, value: Any, workers: int) -> list[Processors] | Non
     return [read_processors(f"{name}[{w}]", own, allowed) for w, own in enumerate(given)]
 
 
-def all_processors(workers: int) -> list[Processors]:
-    """Return for each worker all processors that this process may use."""
-    return [Processors(os.sched_getaffinity(0))] * workers
-
-
 def read_processors(name: str, value: Any, allowed: Collection[int]) -> Processors:
     """Return processors of ``allowed``."""
     if isinstance(value, Processors):  # by the process that started this one

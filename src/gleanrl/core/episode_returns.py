@@ -82,10 +82,9 @@ class EpisodeSums:
     many are added up at once.
     """
 
-    def __init__(self, envs: int = 0) -> None:
-        """Start before the first rollout of ``envs`` environments; by default it tells how many."""
-        self.running: Array = np.zeros((2, envs))
-        """Return and length of the running episode of each environment."""
+    def __init__(self) -> None:
+        self.running: Array = np.zeros((2, 0))
+        """Return and length of the running episode of each environment, once these are known."""
 
     def state(self) -> torch.Tensor:
         """Return the running episodes."""

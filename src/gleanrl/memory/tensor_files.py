@@ -256,22 +256,17 @@ def stays_inside(file: str) -> bool:
     return tame and all(part not in ("", ".", "..") for part in parts)
 
 
-def write_new(path: Path, data: Any, sync: bool = True) -> None:
+def write_new(path: Path, *parts: Any, sync: bool = True) -> None:
     """Write a new file; a write that fails leaves no file.
 
     Args:
         path: Of a file that does not exist.
-        data: Bytes, or anything contiguous with the buffer protocol.
+        *parts: Bytes, or anything contiguous with the buffer protocol, one after another.
         sync: Flush it to the disk; otherwise `sync_tree` does.
 
     Raises:
         OSError: the disk is full, or another failure; names the file.
     """
-    write_parts(path, [data], sync)
-
-
-def write_parts(path: Path, parts: Sequence[Any], sync: bool = True) -> None:
-    """Write a new file of several parts one after another; see `write_new`."""
     views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

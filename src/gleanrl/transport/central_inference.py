@@ -88,14 +88,10 @@ class _Rollout:
         An act that was due has been carried out: then environments step.
         """
         try:
-            if error is not None:
-                self.act = self._steps.throw(error)
-            elif self.act is None:
-                self.act = next(self._steps)
-                if self.act is None:
-                    next(self._steps)
-            else:
-                self.act = next(self._steps)
+            acted = self.act is not None or error is not None
+            self.act = next(self._steps) if error is None else self._steps.throw(error)
+            if self.act is None and not acted:
+                next(self._steps)
         except StopIteration as end:
             self.act, self.reply = None, end.value
 
@@ -142,13 +138,9 @@ class JointBackend(InlineBackend):
 
     def _stop_some(self) -> None:
         """End rollouts after their step if all are to end, or if they will be discarded."""
-        ending = self._running if self.stop_byte[0] else self._discarding()
-        for worker in self._running.keys() & ending:
+        begin_anew = {w for w, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
+        for worker in self._running.keys() & (self._running if self.stop_byte[0] else begin_anew):
             self._running[worker].stop[0] = 1
-
-    def _discarding(self) -> set[int]:
-        """Return workers that have a command after which earlier rollouts are discarded."""
-        return {worker for worker, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
 
     @property
     def _blocked(self) -> bool:

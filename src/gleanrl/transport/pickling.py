@@ -161,8 +161,6 @@ def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     return buffer.getvalue()
 
 
-_dump = functools.partial(dumps, pickler=_Capturing)
-
 
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
     """Find the innermost part that cannot be pickled."""
@@ -170,7 +168,7 @@ def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
     for _ in range(_DEEPEST):
         for name, part in _parts(value):
             try:
-                _dump(part)
+                dumps(part, _Capturing)
             except Exception as err:
                 path, value, error = path + name, part, err
                 break

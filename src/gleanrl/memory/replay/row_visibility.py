@@ -312,11 +312,6 @@ class RingIndex:
             self._h[_LIVE] += fresh
             self._h[_EPOCH] += 1
 
-    def add_count(self, rows: int) -> None:
-        """Count rows that were received and not stored."""
-        with self.section():
-            self._h[_COUNT] += rows
-
     def _begin(self, op: int, cursor: int, count: int) -> None:
         """Note a change of the index before it is made; inside `section`."""
         h = self._h
