@@ -11,7 +11,7 @@ from typing import Any
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.frame_counts import FrameCounts
+from gleanrl.engine.gather import FrameCounts
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import poll_interval
 

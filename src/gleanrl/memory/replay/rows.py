@@ -14,9 +14,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
-from gleanrl.memory.replay.place_allocation import TakeRoom
 from gleanrl.memory.replay.row_visibility import RingIndex
-from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of
+from gleanrl.memory.replay.stacks import FrameStore, Stack, TakeRoom, stacks_of
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, nest
 
