@@ -25,13 +25,13 @@ from gleanrl.collectors.arguments import (
     read_seed,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.checkpoints import check_saves
 from gleanrl.collectors.controls import Controls
 from gleanrl.collectors.delegation import method_of, property_of
 from gleanrl.collectors.policy_updates import PolicyUpdates
 from gleanrl.collectors.remote_attributes import AttributeAccess, WorkerAttributeAccess
 from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.save_on_sigterm import Preemption
+from gleanrl.collectors.state_files import check_saves
 from gleanrl.collectors.states import read_from, restore, save_to, state_of, unverified
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
