@@ -139,12 +139,7 @@ class Results:
 
 
 def run(options: BenchOptions) -> int:
-    """Measure, print the table and return the exit code.
-
-    Raises:
-        ConfigError: an option is wrong or the environment is not known.
-        Exception: the environment or the policy raised it, already in this process.
-    """
+    """Measure, print the table and return the exit code."""
     _check_file(options.out)
     policy = load_policy(options.policy)
     results, code = Results(options, usable_cores()), 0

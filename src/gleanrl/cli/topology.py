@@ -133,9 +133,6 @@ def load_policy(text: str) -> Any:
 
     The file is run. A class, or a function without parameters to fill, is called to make the
     policy; anything else that can be called is the policy itself.
-
-    Raises:
-        Exception: whatever the file raises.
     """
     if text == RANDOM:
         return None

@@ -275,11 +275,7 @@ _RETIRED = {
 
 @functools.cache
 def definitions(kind: Any) -> dict[str, tuple[Any, Any]]:
-    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``.
-
-    Args:
-        kind: One of the dictionaries above.
-    """
+    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if hint.__origin__ is Required:

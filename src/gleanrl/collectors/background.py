@@ -38,10 +38,8 @@ class Background:
     def begin(self, step: Step, active: Active = bool) -> None:
         """Start the thread, which alone refers to ``step``.
 
-        Args:
-            step: Collects a little.
-            active: Called with ``True`` when collection begins or continues, with ``False`` when it
-                ends or rests.
+        ``active`` is called with ``True`` when collection begins or continues, with ``False`` when
+        it ends or rests.
         """
         self._resting = self._stopping = False
         self.thread = threading.Thread(
@@ -138,11 +136,7 @@ class Background:
                 self._state.notify_all()
 
     def halt(self, timeout: float) -> None:
-        """End the thread after its current step. Idempotent.
-
-        Raises:
-            CollectorTimeout: it takes longer than ``timeout`` seconds.
-        """
+        """End the thread after its step; `CollectorTimeout` if that takes too long. Idempotent."""
         # Also in a forked child, which finds the lock as it was.
         if self.thread is None or not self.thread.is_alive():
             return

@@ -112,12 +112,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self._arguments = {**arguments, "create_env_fn": create_env_fn, "policy": policy}
 
     def _start(self, plan: WorkerPlan, make: MakeBackend) -> None:
-        """Start the workers and set up everything around them.
-
-        Args:
-            plan: The plan of the workers.
-            make: Builds the backend that starts and reaches the workers.
-        """
+        """Start the workers of ``plan``, which ``make`` reaches, and set up all around them."""
         arguments, name = self._arguments, type(self).__name__
         self._worker_idx, self.replay_buffer = arguments["worker_idx"], arguments["replay_buffer"]
         self.storing_device = plan.storing_device

@@ -145,11 +145,8 @@ def central_plan(
 ) -> WorkerPlan:
     """Return the plan of a collector in this process over environments in workers.
 
-    Args:
-        arguments: Those of the collector.
-        functions: Each worker's ``create_env_fn``.
-        sync: Whether all environments take the same steps.
-        affinity: The processors of each worker.
+    These are made by the functions of each worker; ``affinity`` has the processors of each. They
+    all take the same steps if ``sync``.
     """
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups

@@ -14,12 +14,7 @@ R = TypeVar("R")
 def method_of(
     part: str, method: Callable[Concatenate[Any, P], R]
 ) -> Callable[Concatenate[Any, P], R]:
-    """Return a method with signature and docstring of ``method``, which calls that of a part.
-
-    Args:
-        part: Path of the part, such as ``"collection.weights"``.
-        method: The method of the part's class.
-    """
+    """Return a method with signature and docstring of ``method``, which calls that of a part."""
     find, name = attrgetter(part), method.__name__
 
     @functools.wraps(method)

@@ -118,13 +118,8 @@ def read(path: Path) -> tuple[dict[str, Any], Any, Path | None]:
 def _write_file(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
     """Write a state; a file at ``path`` is a complete one at any moment.
 
-    Args:
-        path: The file; those that were there before are ``path.1``, ``path.2`` and so on.
-        facts: Part of the description, which `_read_file` returns with the places of pickled parts.
-        state: Of a collector.
-        keep: The number of files to keep, this one included.
-
-    All files are as they were if it raises an error; these are listed by `BaseCollector.save`.
+    Earlier ones are ``path.1``, ``path.2`` and so on, ``keep`` in all. All files are as they were
+    if it raises an error; these are listed by `BaseCollector.save`.
     """
     writer = _Writer()
     described = writer.plain(state, "state")

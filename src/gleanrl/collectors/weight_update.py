@@ -200,14 +200,7 @@ DistributedWeightUpdater = RPCWeightUpdater = RayWeightUpdater = VanillaWeightUp
 
 
 def read_updater(given: Any) -> WeightUpdaterBase | None:
-    """Return the updater for the argument ``weight_updater=``.
-
-    Args:
-        given: An updater, something that returns one when called, or ``None``.
-
-    Raises:
-        TypeError: anything else.
-    """
+    """Return the updater that ``weight_updater=`` is or returns when called, or ``None``."""
     if given is None or isinstance(given, WeightUpdaterBase):
         return given
     # An updater of TorchRL's is no factory: calling it would update weights.

@@ -213,11 +213,7 @@ class WorkerPlan:
 def check_counts(
     envs: int, workers: int, what: str = "", advice: str = "lower num_envs or num_workers"
 ) -> None:
-    """Refuse numbers of environments and workers for which this machine lacks memory.
-
-    Raises:
-        ConfigError: ``envs`` in each of ``workers``, or in this process, need more than there is.
-    """
+    """Refuse ``envs`` in each of ``workers``, or in this process, for which memory is lacking."""
     what = what or f"{envs:,} environments" + f" in each of {workers:,} workers" * bool(workers)
     least = max(1, workers) * envs * _ENV_BYTES + workers * _WORKER_BYTES
     check_memory(least, what, advice, "memory")

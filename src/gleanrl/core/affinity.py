@@ -21,11 +21,8 @@ class Processors(frozenset[int]):
 def read_affinity(name: str, value: Any, workers: int) -> list[Processors] | None:
     """Return the processors of each worker; ``None`` if nothing was said.
 
-    Args:
-        name: Of the argument.
-        value: One collection of processors per worker, a callable that returns that of a worker, or
-            ``"auto"`` for equal shares of what this process may use.
-        workers: Their number.
+    ``value`` has a collection of processors per worker, or is a callable that returns that of a
+    worker, or ``"auto"`` for equal shares of what this process may use.
     """
     if value is None:
         return None

@@ -388,11 +388,7 @@ class Session:
         return ticket
 
     def receive_one(self, timeout: float | None) -> bool:
-        """Receive one reply for its ticket, or a loss; return ``False`` if there was none in time.
-
-        Raises:
-            WorkerDied: the backend has ended.
-        """
+        """Receive a reply for its ticket, or a loss; return ``False`` if none came in time."""
         try:
             reply = self.backend.receive(timeout)
         except CollectorTimeout:
@@ -609,12 +605,8 @@ class Session:
 
         In a forked child, which has none of the workers' processes, they are only let go of. If
         this thread is in the middle of a rollout of its own, that ends after its step, and then all
-        of it.
-
-        Args:
-            timeout: Seconds it may take.
-            close_env: ``False`` leaves the environments open.
-            raise_on_error: Raise the exception of an environment's ``close``.
+        of it. ``close_env=False`` leaves environments open; ``raise_on_error`` raises the exception
+        of an environment's ``close``.
         """
         if self.closed:
             return

@@ -125,12 +125,10 @@ class SyncGather(Gather):
                     counts.deliver(0, report.frames)
 
     def _finish(self, begun: _Round) -> None:
-        """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
+        """Wait for all replies, after a failure only a moment, in which rollouts are stopped.
 
-        Replacements of lost workers make these workers' rollouts.
-
-        Raises:
-            Exception: the first failure, which may be that of an earlier command.
+        Replacements of lost workers make these workers' rollouts. Raises the first failure, which
+        may be that of an earlier command.
         """
         session, failures = self.session, list[BaseException]()
         for worker in range(len(begun.tickets)):

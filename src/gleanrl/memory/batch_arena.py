@@ -177,14 +177,10 @@ class Arena:
     def __init__(
         self, slab: Slab, slots: int, shared: SharedMemory | None = None, number: int = 0
     ) -> None:
-        """Reserve the memory.
+        """Reserve the memory of ``slots`` batches that can exist at once.
 
-        Args:
-            slab: The plan of one batch.
-            slots: Batches that can exist at once.
-            shared: Memory that worker processes map; private memory by default. It is mapped at
-                first use, so that several arenas can lie in it.
-            number: Which of several arenas it is; windows name it.
+        It is private, or ``shared``, which is mapped at first use so that several arenas can lie in
+        it. Windows name the arena by its ``number``.
         """
         self._number = number
         self.slab = slab

@@ -194,7 +194,6 @@ def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     return buffer.getvalue()
 
 
-
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
     """Find the innermost part that cannot be pickled."""
     path = ""

@@ -305,11 +305,7 @@ class Boot:
 
 
 def refuse_at_import() -> None:
-    """Refuse to start workers in a worker that imports a module: these would import it in turn.
-
-    Raises:
-        ConfigError: an import is under way in this process, which is a worker.
-    """
+    """Refuse to start workers while a worker imports a module: these would import it in turn."""
     frame = sys._getframe() if _is_worker else None
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING and frame.f_code.co_name == "_find_and_load":

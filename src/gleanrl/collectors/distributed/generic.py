@@ -153,12 +153,7 @@ _USUAL = {**defaults(DistributedArguments), **defaults(RayArguments)}
 
 
 def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
-    """Return the launch of a collector over nodes or actors.
-
-    Args:
-        arguments: All arguments.
-        functions: The environments of each node.
-    """
+    """Return the plan of a collector over nodes or actors, each with environments of its own."""
     kind, each = _read_class(arguments["collector_class"]), arguments["num_workers_per_collector"]
     if kind is Collector and each > 1:
         raise ConfigError(

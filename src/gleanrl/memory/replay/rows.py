@@ -331,11 +331,7 @@ def deduplicate(
 ) -> RowLayout:
     """Return ``layout`` with the entries of which equal ones, or equal frames, are stored once.
 
-    Args:
-        layout: The fields of a row.
-        compact: ``False``, ``True`` for every entry that is larger than the pointers that replace
-            it, or root keys.
-        stacks: Entries that are stacks of frames, with the number of frames.
+    The arguments ``compact`` and ``stacks`` are those of `LazyTensorStorage`.
     """
     chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:

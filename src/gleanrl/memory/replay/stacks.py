@@ -111,9 +111,6 @@ def stacks_of(
     """Return the entries that ``stacks`` names, with the number of their frames.
 
     Those of ``once``, which have the same entries under next, are one frame each.
-
-    Raises:
-        ConfigError: an entry is not there, or is no stack.
     """
     if (number := len(stacks) + len(once)) > TABLES:
         raise ConfigError(
@@ -150,15 +147,11 @@ class Places:
         tensors: Sequence[torch.Tensor],
         take_room: TakeRoom,
     ) -> None:
-        """Describe a table.
+        """Describe table number ``table`` of ``ring``.
 
-        Args:
-            table: The number of this table among those of ``ring``.
-            ring: The rows.
-            owners: For each place that there can ever be, the position of its owner plus 1, or 0.
-            first: Places that are there from the beginning.
-            tensors: The contents of places.
-            take_room: Reserves the memory of contents.
+        ``owners`` has for each place that there can ever be the position of its owner plus 1, or 0.
+        The ``first`` places are there from the beginning. ``take_room`` reserves memory of
+        ``tensors``, the contents of places.
         """
         self.owners = owners
         self._ring = ring
@@ -229,13 +222,8 @@ class FrameStore:
     ) -> None:
         """Describe the frames of a stack.
 
-        Args:
-            stack: The entries.
-            pointers: By the number of an entry, the places of the frames of all rows.
-            tensors: All frames, and their owners.
-            ring: The rows.
-            table: The number of the table of frames among those of ``ring``.
-            take_room: Reserves the memory of more frames than rows.
+        ``pointers`` has the places of the frames of all rows, by the number of an entry;
+        ``tensors`` are all frames, and their owners; for the other arguments see `Places`.
         """
         frames, owners = tensors
         self._stack = stack
