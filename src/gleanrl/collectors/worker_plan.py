@@ -234,27 +234,22 @@ def env_functions(
                 f"num_workers ({num_workers!r}) is ignored: create_env_fn has an entry for each of "
                 f"{len(create_env_fn)} workers"
             )
-        _warn_of_copies(list(create_env_fn))
-        return list(create_env_fn)
-    num_workers = default if num_workers is None else num_workers
-    if num_workers is None:
-        raise ArgumentTypeError(
-            "one create_env_fn for several workers needs num_workers=; or pass a list with one "
-            "entry per worker"
-        )
-    functions = [create_env_fn] * check_int("num_workers", num_workers, least=1)
-    _warn_of_copies(functions)
-    return functions
-
-
-def _warn_of_copies(functions: Sequence[Any]) -> None:
-    """Warn if several workers are to use one built Gymnasium (vector) environment."""
+        functions = list(create_env_fn)
+    else:
+        num_workers = default if num_workers is None else num_workers
+        if num_workers is None:
+            raise ArgumentTypeError(
+                "one create_env_fn for several workers needs num_workers=; or pass a list with one "
+                "entry per worker"
+            )
+        functions = [create_env_fn] * check_int("num_workers", num_workers, least=1)
     built = [env for env in functions if isinstance(env, gym.Env | gym.vector.VectorEnv)]
     if len({id(env) for env in built}) < len(built):
         warn(
             f"create_env_fn is one {built[0]} for several workers: each gets a copy in its present "
             "state, random numbers included; pass an id or a callable that makes one"
         )
+    return functions
 
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
@@ -296,10 +291,8 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
     """Return the number of finished workers at which the others stop, ``None`` for all."""
     if threshold is None:
         return None
-    if not is_number(threshold):
+    if not (is_number(threshold) and 0 <= threshold <= 1):
         raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
-    if not 0 <= threshold <= 1:
-        raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
     if threshold < 1 and not sync:
         warn(
             "preemptive_threshold has no effect on an asynchronous collector, where no worker "

@@ -61,26 +61,22 @@ class CallSizes:
     """A rollout so many steps ahead of the slowest one waits for it."""
 
 
+@dataclass(eq=False, slots=True)
 class _Rollout:
     """A rollout under way."""
 
-    def __init__(
-        self,
-        worker: int,
-        source: InlineSource,
-        steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
-        taken: int,
-        stop: Stop,
-    ) -> None:
-        self.worker, self.source, self._steps, self.stop = worker, source, steps, stop
-        self.taken = taken
-        """The steps that its environments took, in earlier rollouts as well."""
-        self.reply: m.Rolled | m.Failed | None = None
-        """The answer, once the rollout has ended."""
-        self.act: JointAct | None = None
-        """The act that is due."""
-        self.due_since = 0.0
-        """The moment at which it became due."""
+    worker: int
+    source: InlineSource
+    steps: Generator[JointAct | None, None, m.Rolled | m.Failed]
+    taken: int
+    """The steps that its environments took, in earlier rollouts as well."""
+    stop: Stop
+    reply: m.Rolled | m.Failed | None = None
+    """The answer, once the rollout has ended."""
+    act: JointAct | None = None
+    """The act that is due."""
+    due_since: float = 0.0
+    """The moment at which it became due."""
 
     def resume(self, error: Exception | None = None) -> None:
         """Continue until the policy has acted, or until its act is due; or raise ``error`` there.
@@ -89,9 +85,9 @@ class _Rollout:
         """
         try:
             acted = self.act is not None or error is not None
-            self.act = next(self._steps) if error is None else self._steps.throw(error)
+            self.act = next(self.steps) if error is None else self.steps.throw(error)
             if self.act is None and not acted:
-                next(self._steps)
+                next(self.steps)
         except StopIteration as end:
             self.act, self.reply = None, end.value
 

@@ -79,18 +79,14 @@ class RowLayout:
 
     def to_json(self) -> bytes:
         """Describe the layout."""
-        fields = [[list(f.key), list(f.shape), dtype_name(f.dtype)] for f in self.fields]
-        layout: dict[str, Any] = {
-            "fields": fields,
-            "element": list(self.element),
+        layout = {
+            "fields": [(f.key, f.shape, dtype_name(f.dtype)) for f in self.fields],
+            "element": self.element,
             "envs": self.envs,
+            "once": self.once,
+            "groups": [(g.key, g.shape, g.names) for g in self.groups],
+            "stacks": [(s.key, s.size) for s in self.stacks if s.size > 1],
         }
-        if self.once:
-            layout["once"] = [list(key) for key in self.once]
-        if self.groups:
-            layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
-        if self.stacks:
-            layout["stacks"] = [[list(s.key), s.size] for s in self.stacks if s.size > 1]
         return json.dumps(layout).encode()
 
     @classmethod
