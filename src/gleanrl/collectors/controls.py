@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.delegation import method_of
 from gleanrl.collectors.hooks import Hooks, PostHook, PreHook
 from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.errors import ConfigError, for_users
@@ -18,6 +19,28 @@ from gleanrl.engine.profiling import ProfileConfig
 
 Update: TypeAlias = Callable[[Mapping[str, Any], Any, Mapping[str, Any]], None]
 """Publishes weights by model id (``None``: those of the collector's own policy) to workers."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def method_of(
+    part: str, method: Callable[Concatenate[Any, P], R]
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a method with signature and docstring of ``method``, which calls that of a part."""
+    find, name = attrgetter(part), method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(find(self), name)(*args, **kwargs)
+        return result
+
+    return call
+
+
+def property_of(part: str, shown: Any) -> Any:
+    """Return a read-only property with the docstring of the property ``shown`` of a part."""
+    find = attrgetter(f"{part}.{shown.fget.__name__}")
+    return property(lambda self: find(self), doc=shown.__doc__)
 
 
 class Controls:
