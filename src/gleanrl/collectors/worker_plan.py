@@ -10,12 +10,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import torch
 
-from gleanrl.collectors.arguments import (
-    Arguments,
-    check,
-    read_exploration,
-    read_version,
-)
+from gleanrl.collectors.arguments import Arguments, check, read_exploration, read_version
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.update_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater

@@ -16,13 +16,7 @@ from typing import Any, TypeAlias
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import (
-    WORKER_NAME,
-    ClosedError,
-    CollectorTimeout,
-    GleanError,
-    WorkerDied,
-)
+from gleanrl.core.errors import WORKER_NAME, ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import warn
 from gleanrl.core.platforms import naming_limits
