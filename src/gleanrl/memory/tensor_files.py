@@ -180,32 +180,23 @@ def read_description(path: Path, is_sealed: bool = False) -> dict[str, Any]:
     unchanged.
     """
     try:
-        text = _text_of(path)
-        return _object_in(_unchanged(text) if is_sealed else text)
+        return _read_object(path, is_sealed)
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
         raise TensorFileError(f"{path} cannot be read as JSON: {why}") from err
 
 
-def _unchanged(text: bytes) -> bytes:
-    if text != sealed(b"{" + text[len(_SEAL % 0) :]):
+def _read_object(path: Path, is_sealed: bool) -> dict[str, Any]:
+    with open_regular(path, os.O_NOFOLLOW) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
+            raise ValueError("it must be a regular file of at most 16 MiB")
+        text = file.read(_MAX_DESCRIPTION_BYTES)
+    if is_sealed and text != sealed(b"{" + text[len(_SEAL % 0) :]):
         raise ValueError("it is damaged: its checksum differs")
-    return text
-
-
-def _object_in(text: bytes) -> dict[str, Any]:
     description = json.loads(text, parse_constant=lambda _: None)
     if not isinstance(description, dict) or not _is_shallow(description, _MAX_DEPTH):
         raise ValueError(f"it must be an object, nested at most {_MAX_DEPTH} deep")
     return description
-
-
-def _text_of(path: Path) -> bytes:
-    """Read a small regular file, and no link to one."""
-    with open_regular(path, os.O_NOFOLLOW) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
-            raise ValueError("it must be a regular file of at most 16 MiB")
-        return file.read(_MAX_DESCRIPTION_BYTES)
 
 
 def open_regular(path: Path, flags: int = 0) -> BufferedReader:
