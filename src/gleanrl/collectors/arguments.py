@@ -544,13 +544,6 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
             )
 
 
-def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
-    """Return the version counter to show, or ``None``."""
-    if isinstance(track, PolicyVersion):
-        return track
-    return PolicyVersion() if track else None
-
-
 def read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:
     """Return the interaction type; ``None`` is RANDOM."""
     if mode is None:

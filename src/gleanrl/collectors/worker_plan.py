@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import torch
 
-from gleanrl.collectors.arguments import Arguments, check, read_exploration, read_version
+from gleanrl.collectors.arguments import Arguments, check, read_exploration
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.update_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
@@ -32,6 +32,7 @@ from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.rollout.source_builder import SourceBuilder
+from gleanrl.weights.module_weights import PolicyVersion
 
 Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any]], SourceFactory]"
 _OWN = {part.name for part in fields(OwnOptions)}
@@ -102,7 +103,8 @@ class WorkerPlan:
             arguments["exploration_type"], arguments["exploration_mode"]
         )
         self.max_lag = arguments["max_lag"]
-        self.version = read_version(arguments["track_policy_version"])
+        track = arguments["track_policy_version"]
+        self.version = PolicyVersion() if track is True else track or None
         self.updater = read_updater(arguments["weight_updater"])
         self._read_devices()
         self._read_batches()
