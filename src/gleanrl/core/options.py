@@ -93,11 +93,12 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as a whole number; numpy's integers and ``1e6`` are accepted."""
+    number: int | None = None
     try:
         number = operator.index(value)
     except TypeError:  # numbers of frames are often written in scientific notation
-        whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
-        number = int(value) if whole else None
+        if isinstance(value, (float, np.floating)) and float(value).is_integer():
+            number = int(value)
     if number is None or isinstance(value, bool):
         raise ConfigError(f"{name} ({value!r}) must be a whole number")
     if least is not None and number < least:
