@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -124,8 +125,10 @@ class TorchrunLauncher:
 
     def __init__(self) -> None:
         self._job = _Job()
-        self._store: Any = None
-        """Once nodes were launched: torchrun's store."""
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        return self._job.store(_STORE_TIMEOUT_S)
 
     def address(self) -> str:
         return LOOPBACK if self._job.local else outward(self._job.host)
@@ -142,7 +145,6 @@ class TorchrunLauncher:
         notice = {"host": first.host, "port": first.port}
         if SECRET not in os.environ:
             notice["secret"] = first.secret.decode()
-        self._store = self._job.store(_STORE_TIMEOUT_S)
         self._store.set(self._job.key("learner"), json.dumps(notice))
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
