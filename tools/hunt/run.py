@@ -177,7 +177,7 @@ class _Run:
 
     def _send_some(self, **how: Any) -> None:
         own = {"weight_updater", "num_workers_per_collector"} & set(self.case.options)
-        several = self.case.backend != "here" and not own
+        several = self.case.backend != "here" and not own and not self.case.central
         self.send(**({"worker_ids": [self.case.workers - 1], **how} if several else {}))
 
     def _anew(self, command: Callable[[], Any]) -> None:
@@ -444,7 +444,7 @@ def _compared(case: Case, found: list[TensorDictBase]) -> None:
         return
     if not case.pool:
         same(found, iterate(replace(case, fast=not case.fast)), "fast and plain")
-    if case.backend == "sync" and "front_door" not in case.options:
+    if case.backend == "sync" and not ({"front_door", "inference"} & set(case.options)):
         same(found, iterate(case, backend="inline"), "workers in processes and here")
     free = {"total_frames", "max_frames_per_traj", "storing_device", "info_keys", "check_finite"}
     quiet = not any(case.events) and case.backend == "here" and case.steps % 2 == 0
