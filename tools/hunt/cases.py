@@ -218,7 +218,7 @@ EXCUSED = {
     "host": "addresses of this machine are not the hunt's to choose",
 }
 _REGROUPS = ("trajs_per_batch", "trajs_per_write")
-ASYNC_CENTRAL = ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead")
+ASYNC_CENTRAL: tuple[str, ...] = ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead")
 ASYNC_CENTRAL += ("transition_chunk_size",)
 _NEEDS_SINK = ("extend_buffer", "trajs_per_write")
 _REGROUPED = "split_trajs init_random_frames preemptive_threshold extend_buffer track_traj_ids"
