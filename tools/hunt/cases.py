@@ -88,6 +88,14 @@ class Case:
         return "inference" in self.options
 
     @property
+    def own_policy(self) -> bool:
+        """Whether the learner's own module acts, so that its weights need not be sent."""
+        made = {"policy_process", "policy_factory"} & set(self.options)
+        moved = "standin" in (self.options.get("device"), self.options.get("policy_device"))
+        inside = self.backend == "here" or (self.central and not made and not moved)
+        return inside and not self.background
+
+    @property
     def together(self) -> bool:
         """Whether a batch holds rollouts of all workers."""
         return self.backend == "sync" or bool(self.options.get("sync"))

@@ -215,7 +215,7 @@ class _Run:
         """Train without sending: workers go on with what they have."""
         unfit = self.policy is None or not self.checker.labelled or self.version
         unfit = unfit or "weight_sync_schemes" in self.case.options  # these say nothing, by promise
-        if (self.case.backend != "here" or self.case.background) and not unfit:
+        if not self.case.own_policy and not unfit:
             self.acting.tag(2**21)
             # Whole trajectories: a delivery may need several batches of the workers, or none.
             self.unsent = self.collector.stats()["batches"] if self.unsent is None else self.unsent
