@@ -410,6 +410,26 @@ def test_workers_end_with_a_killed_learner_that_has_a_forked_child(how):
         os.killpg(warm.stands_for(learner.pid), signal.SIGKILL)  # the child
 
 
+def test_a_zygote_that_imports_ends_with_a_killed_learner(tmp_path):
+    (tmp_path / "pandas.py").write_text("import os\nos.write(1, b'imports')\nwhile True: pass\n")
+    source = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from gleanrl.transport.process import zygote
+        out = os.dup(1)
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        own = zygote()
+        os.read(read, 7)
+        os.write(out, str(own._process.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    learner = subprocess.run(
+        [warm.PYTHON, "-c", textwrap.dedent(source)], stdout=subprocess.PIPE, timeout=60
+    )
+    rig.await_end([int(learner.stdout)])
+
+
 class Forks(rig.Count):
     """Has a child that lives on; is killed at its tenth step."""
 

@@ -136,9 +136,9 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     tried = [(row["workers"], row["num_envs"], row["async"]) for row in content["settings"]]
     assert tried[:4] == [(0, 1, False), (0, 2, False), (1, 1, False), (1, 2, False)]
     fastest = max(content["settings"][2:4], key=lambda row: row["frames_per_second"])["num_envs"]
-    assert tried[4] == (1, fastest, True)
+    assert tried[4:6] == [(1, fastest, True)] * 2
     central = [row["central"] for row in content["settings"]]
-    assert central == [*[None] * 5, *range(1, fastest + 1)]
+    assert central == [*[None] * 5, 1, *range(1, fastest + 1)]
     assert all(0 < row["shares"]["env"] < 1 for row in content["settings"])
     rates = [row["frames_per_second"] for row in content["settings"]]
     best = content["settings"][content["best"]]
@@ -151,7 +151,7 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     marked = [line for line in out.splitlines() if line.startswith("best")]
     assert len(marked) == 1
     assert "100 %" in marked[0]
-    total = 5 + fastest
+    total = 6 + fastest
     assert [line.split(":")[0] for line in err.splitlines()] == [
         f"CartPole-v1 {n}/{total if n > 3 else 4}" for n in range(1, total + 1)
     ]
@@ -194,10 +194,11 @@ def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys, tmp_path, po
     assert lines_of(out)["failed"].startswith("1 worker with 1 environment: worker 0 raised")
 
 
-def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, policy_file):
+@MODES
+def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, policy_file, mode):
     path = tmp_path / "data"
     code, _, err = run(
-        capsys, "collect", "CartPole-v1", "--workers", 2, "--num-envs", 2, "--central", 2,
+        capsys, "collect", "CartPole-v1", "--workers", 2, "--num-envs", 2, "--central", 2, *mode,
         "--policy", policy_file(), "--frames", 80, "--frames-per-batch", 40, "--out", path,
     )  # fmt: skip
     assert (code, err) == (0, "")

@@ -82,7 +82,8 @@ class Results:
         fastest = max(found, key=lambda row: row.rate).setting
         groups = [g for g in (1, 2) if fastest.num_envs % g == 0 and fastest.policy != RANDOM]
         central = [replace(fastest, central=number) for number in groups]
-        return [replace(fastest, asynchronous=True), *central]
+        asynchronous = [replace(each, asynchronous=True) for each in (fastest, *central[:1])]
+        return [*asynchronous, *central]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table row by row, as text."""

@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from gleanrl.collectors.arguments import (
     OF_ASYNC,
     OF_CENTRAL,
@@ -19,7 +21,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, read_affinity
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.errors import ConfigError, WeightsError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -29,6 +31,7 @@ from gleanrl.parallel.parallel_env import ParallelEnv
 from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.rollout.source_builder import SourceBuilder, on_device
 from gleanrl.transport.central_inference import CallSizes
+from gleanrl.weights.module_weights import load_weights, weights_of
 
 _WHY_NOT: Mapping[str, str] = {
     "collector_class": "workers have no collector of their own",
@@ -183,13 +186,14 @@ def central_plan(
     usual = defaults(MultiArguments)
     in_workers = (*_STORING, "num_envs", "create_env_kwargs", "on_env_error")
     dealt = {name: usual[name] for name in in_workers}
-    make = arguments["policy_factory"]
+    make, policy = arguments["policy_factory"], arguments["policy"]
+    acting = policy
     if make is not None:  # all groups have one policy
-        dealt |= {"policy": make(), "policy_factory": None}
+        acting = _made(make, policy)
+        dealt |= {"policy": acting if policy is None else policy, "policy_factory": None}
     arguments = {**arguments, **dealt}
     acting = on_device(
-        arguments["policy"],
-        read_device("policy_device", arguments["policy_device"] or arguments["device"]),
+        acting, read_device("policy_device", arguments["policy_device"] or arguments["device"])
     )
     plan = WorkerPlan(
         arguments,
@@ -211,6 +215,19 @@ def central_plan(
         plan.batches = replace(plan.batches, joined=frames // (steps * each))
         plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
+
+
+def _made(make: Callable[[], Any], policy: Any) -> Any:
+    """Return the policy of a factory, with the weights of the learner's ``policy``, if any."""
+    made = make()
+    if isinstance(policy, nn.Module) and (weights := weights_of(policy)):
+        if not isinstance(made, nn.Module):
+            raise WeightsError(
+                f"policy_factory made a {type(made).__name__}, not an nn.Module: it cannot take "
+                "the weights of policy="
+            )
+        load_weights(made, weights)
+    return made
 
 
 def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TextIO
 
@@ -275,7 +275,8 @@ def main(torchrl: str, fd: int, owner: int = -1) -> None:
     signal.signal(signal.SIGTERM, _stay)
     code = 1
     try:
-        preload(_import_pandas, partial(_import_torchrl, torchrl))  # once, for all workers
+        with _ending_with(owner):
+            preload(_import_pandas, partial(_import_torchrl, torchrl))  # once, for all workers
         from gleanrl.transport import node_endpoint, worker_loop
 
         works: Mapping[bytes, Callable[..., None]] = {
@@ -289,6 +290,32 @@ def main(torchrl: str, fd: int, owner: int = -1) -> None:
     finally:
         # At once: the learner waits for this, and taking torch apart takes a second.
         os._exit(code)
+
+
+@contextlib.contextmanager
+def _ending_with(owner: int) -> Iterator[None]:
+    """End this process in the middle of imports, which take seconds, if the learner has ended.
+
+    The kernel signals the end of the learner's thread that started this process. ``owner`` tells
+    whether the whole learner has ended; see `main`.
+    """
+    ended = select.poll()
+    if owner >= 0:
+        ended.register(owner, select.POLLIN)
+
+    def look(*_: object) -> None:
+        if ended.poll(0):
+            os._exit(1)
+
+    prctl = ctypes.CDLL(None).prctl
+    signal.signal(signal.SIGIO, look)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGIO)
+    look()
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_PDEATHSIG, 0)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def preload(*others: Callable[[], None]) -> None:
