@@ -26,7 +26,7 @@ from gleanrl.envs.tensordict_envs import (
     widened,
     with_all_flags,
 )
-from gleanrl.envs.unmodified import unmodified
+from gleanrl.operations.proofs import unmodified
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]

@@ -32,7 +32,7 @@ from gleanrl.envs.row_env import EnvRows, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.unmodified import remembered, unmodified
+from gleanrl.operations.proofs import remembered, unmodified
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _NOTHING: tuple[int, ...] = ()

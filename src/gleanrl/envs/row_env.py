@@ -22,8 +22,8 @@ from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict_envs import spec_fields, spec_groups, spec_trees
-from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
+from gleanrl.operations.proofs import remembered
 
 
 def refuse_seed(given: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from gleanrl.envs.tensordict_envs import (
     spec_trees,
     widened,
 )
-from gleanrl.envs.unmodified import remembered
+from gleanrl.operations.proofs import remembered
 
 
 @remembered

@@ -29,10 +29,9 @@ from gleanrl.envs.recorded_or_called_transforms import Treatment, Unproven, trea
 from gleanrl.envs.rehearsal_stand_ins import Tape
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.state_kinds import LINKS
-from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.change_watch import Watch
-from gleanrl.operations.proofs import is_genuine, is_plain, qualified
+from gleanrl.operations.proofs import is_genuine, is_plain, qualified, unmodified
 
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"

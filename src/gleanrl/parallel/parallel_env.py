@@ -28,7 +28,7 @@ from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict_envs import EnvMetaData, EnvSpecs, check_alike, widened
-from gleanrl.envs.unmodified import Methods, remembered
+from gleanrl.operations.proofs import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
 from gleanrl.parallel.inside_env_worker import STEP, EnvWorkerBuilder
 from gleanrl.parallel.inside_env_worker_group import EnvGroupInfo

@@ -18,8 +18,8 @@ from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.row_env import RowEnv
 from gleanrl.envs.tensordict_envs import is_tensordict_env
-from gleanrl.envs.unmodified import remembered
 from gleanrl.envs.vector import is_vector_env
+from gleanrl.operations.proofs import remembered
 
 
 @remembered

@@ -28,7 +28,7 @@ from gleanrl.envs.row_env import EnvRows, RowEnv, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.unmodified import remembered
+from gleanrl.operations.proofs import remembered
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)
