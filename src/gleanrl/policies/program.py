@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.device_staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root, nest
@@ -55,16 +55,10 @@ class ProgramPolicy:
         output_device: torch.device | None = None,
         lower: bool = True,
     ) -> None:
-        """Run what ``signature`` describes.
+        """Run ``inner``, the user's policy, on ``device``; ``call`` takes and returns a TensorDict.
 
-        Args:
-            inner: The user's policy; answers ``getattr_policy``.
-            call: The same as a callable on TensorDicts.
-            signature: The policy's units, inputs and outputs.
-            env: The environment's side of the step.
-            device: Where the policy runs.
-            output_device: The same, if outputs may stay there until their batch is delivered.
-            lower: Take modules apart; else the policy is called as it is.
+        ``output_device`` is the same if outputs may stay there until their batch is delivered. To
+        ``lower`` is to take modules apart; else the policy is called as it is.
         """
         self.inner = inner
         staged = can_stage(device) and env.device is None
@@ -170,10 +164,8 @@ class _ProgramOverRows:
     def __init__(self, env: EnvLayout, signature: PolicySignature) -> None:
         self.program: Program
         self._calls: list[Callable[[], Any]] = []
-        self._loads: list[tuple[Array, Sequence[Array]]] = []
-        self._stores: list[tuple[Sequence[Array], Array]] = []
-        self._tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        self._tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._loads: list[tuple[Any, Sequence[Any]]] = []
+        self._stores: list[tuple[Sequence[Any], Any]] = []
         self._outputs, self._states = signature.outputs, signature.states
         # Root keys that change from step to step.
         observed = (field.key for field in env.observations)
@@ -182,53 +174,38 @@ class _ProgramOverRows:
     def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
         self.program, self._calls = program, program.calls
-        self._loads, self._tensor_loads = [], []
-        self._stores, self._tensor_stores = [], []
-        for key, slot in program.inputs.items():
-            if key not in self._roots:
-                continue
-            if slot.array is None:
-                self._tensor_loads.append((slot.tensor, window.tensor_rows(key)))
-            else:
-                self._loads.append((slot.array, window.rows(key)))
-        for field in self._outputs:
-            self._store(window, field.key, program.values[field.key])
-        for key in self._states:
-            self._bind_state(program, window, next_root, key)
+        inputs = [(key, slot) for key, slot in program.inputs.items() if key in self._roots]
+        self._loads = [(_held(slot), _rows(window, key, slot)) for key, slot in inputs]
+        values = program.values
+        outputs = [(field.key, values[field.key]) for field in self._outputs]
+        self._stores = [(_rows(window, key, slot), _held(slot)) for key, slot in outputs]
+        for key in self._states:  # that after step ``t`` is read at ``t + 1``
+            after = values[next_key(key)]
+            rows = (*_rows(window, key, after)[1:], *_rows(next_root, key, after))
+            self._stores.append((rows, _held(after)))
         for check in program.checks:
             check.begin()
 
     def act(self, t: int) -> None:
-        for array, rows in self._loads:
-            array[...] = rows[t]
-        for tensor, tensor_rows in self._tensor_loads:
-            tensor.copy_(tensor_rows[t])
+        for held, rows in self._loads:
+            held[...] = rows[t]
         for call in self._calls:
             call()
-        for rows, array in self._stores:
-            rows[t][...] = array
-        for tensor_rows, tensor in self._tensor_stores:
-            tensor_rows[t].copy_(tensor)
+        for rows, held in self._stores:
+            rows[t][...] = held
 
     def finish(self) -> None:
         for check in self.program.checks:
             check.finish()
 
-    def _store(self, window: Window, key: Key, slot: Slot) -> None:
-        if slot.array is None:
-            self._tensor_stores.append((window.tensor_rows(key), slot.tensor))
-        else:
-            self._stores.append((window.rows(key), slot.array))
 
-    def _bind_state(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
-        """Make the state after step ``t`` the one that is read at ``t + 1``."""
-        after = program.values[next_key(key)]
-        if after.array is None:
-            tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
-            self._tensor_stores.append((tensors, after.tensor))
-        else:
-            rows = window.rows(key)[1:] + next_root.rows(key)
-            self._stores.append((rows, after.array))
+def _held(slot: Slot) -> Any:
+    return slot.tensor if slot.array is None else slot.array
+
+
+def _rows(window: Window, key: Key, slot: Slot) -> Sequence[Any]:
+    """Return the rows of an entry, of the same kind as what `_held` returns."""
+    return window.tensor_rows(key) if slot.array is None else window.rows(key)
 
 
 # -- on a TensorDict -------------------------------------------------------------------------------
@@ -246,15 +223,10 @@ class TensorDictPolicy:
         *,
         shows_device: bool = True,
     ) -> None:
-        """Call ``call``; take it apart only if ``signature`` lists its parts.
+        """Call ``call``, which returns a TensorDict or writes into the one that it takes.
 
-        Args:
-            call: Takes a TensorDict; returns one, or ``None`` after writing into it.
-            signature: The results of one call; ``None`` to call it as it is at every step.
-            batch_shape: Batch size of the TensorDicts.
-            device: Where the policy runs.
-            shows_device: Whether the TensorDicts that the policy gets have their device. TorchRL
-                shows one only where it was named for the policy.
+        It is taken apart only if ``signature`` lists its parts. ``shows_device``: The TensorDicts
+        that it gets have their device. TorchRL shows one only where it was named for the policy.
         """
         self._calling = call_on if shows_device else _call_without_device
         self._call = partial(self._calling, call)
