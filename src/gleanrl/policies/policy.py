@@ -45,21 +45,10 @@ __all__ = [
 def make_policy(
     policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
 ) -> RandomActions | ProgramPolicy:
-    """Make a `Policy` of the user's policy.
+    """Make a `Policy` of the user's policy; ``contract`` has a layout.
 
     The policy is called once, on the observation of the first reset, without gradient; random
-    streams and buffers are as before afterwards.
-
-    Args:
-        policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
-            tensors.
-        contract: The environment's observations and actions; it has a layout.
-        specs: Per action key, what random actions are drawn from.
-        options: How it is run, and where; the device of its first weight by default.
-
-    Raises:
-        PolicyTypeError: the policy cannot be called with the environment's entries.
-        PolicyError: its outputs do not fit the environment.
+    streams and buffers are as before afterwards. Random actions are drawn from ``specs``.
     """
     env = contract.layout
     assert env is not None

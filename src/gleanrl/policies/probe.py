@@ -311,9 +311,6 @@ def learn(
         root: The result of the first reset, as the policy is shown it.
         options: How the policy is run.
         adapted: How the policy is called, if that is decided already.
-
-    Returns:
-        How the policy is called from now on, and what that call showed.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout
@@ -331,10 +328,9 @@ def learn(
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 
-    def next_state(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
-        return called[0].outputs.get(next_key(key))
-
-    (trace, after), states = _first_call(policy, adapted, start, given, run, next_state)
+    (trace, after), states = _first_call(
+        policy, adapted, start, given, run, lambda called, key: called[0].outputs.get(key)
+    )
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in contract.one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
@@ -403,11 +399,9 @@ def learn_dynamic(
         with _restored(policy), torch.no_grad(), set_interaction_type(options.exploration_type):
             return call_on(adapted.call, _with(start, first))
 
-    def next_state(out: TensorDictBase, key: Key) -> torch.Tensor | None:
-        found: torch.Tensor | None = out.get(next_key(key), None)
-        return found
-
-    out, _ = _first_call(policy, adapted, start, given, run, next_state)
+    out, _ = _first_call(
+        policy, adapted, start, given, run, lambda called, key: called.get(key, None)
+    )
     unchanged = {key for key in provided if equal(out.get(key, start.get(key)), start.get(key))}
     kept = {*there, *contract.observed, *contract.rewarded, IS_INIT, *unchanged}
     written = leaves(out) - kept - set(map(next_key, kept))
@@ -483,11 +477,11 @@ def _first_call(
     start: TensorDictBase,
     given: Mapping[Key, torch.Tensor | None],
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
-    next_state: Callable[[_T, Key], torch.Tensor | None],
+    written: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, tuple[Key, ...]]:
     """Call a policy with its first state; return what ``run`` returned, and the provided states.
 
-    ``next_state`` returns the state after the call.
+    ``written`` finds an entry in what ``run`` returned.
     """
     batch, device = tuple(start.batch_size), _place(start)
     states = _declared_states(policy, adapted, given)
@@ -513,7 +507,7 @@ def _first_call(
             raise error from err
         raise
     for key, value in first.items():
-        after = next_state(result, key)
+        after = written(result, next_key(key))
         if after is None or after.shape != value.shape:
             raise unfit_state(key, value, after)
     return result, tuple(first)
