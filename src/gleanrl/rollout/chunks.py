@@ -40,11 +40,9 @@ class Chunks:
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 
-        Args:
-            fields: The fields of rows.
-            shifted: Root keys whose ``"next"`` value is the root value of the transition after it.
-            arriving: Those of ``fields`` that tell how an environment got into the next row.
-            size: ``N``, ``M`` and ``T``.
+        ``shifted``: Root keys whose ``"next"`` value is the root value of the transition after it.
+        ``arriving``: Those of ``fields`` that tell how an environment got into the next row.
+        ``size``: ``N``, ``M`` and ``T``.
         """
         self._envs, self._width, self.steps = envs, width, steps = size
         nbytes = width * sum(field.nbytes for field in fields)
@@ -134,12 +132,10 @@ class Chunks:
         return min(max(_FEWEST_ROWS, rows + rows // 16 + 4), self.most)
 
     def take(self, count: int, ids: Array, version: int) -> None:
-        """Sort ``count`` rows, by policy ``version``, into chunks.
+        """Sort ``count`` rows, in which environments acted by policy ``version``, into chunks.
 
-        Args:
-            count: Rows in which environments acted; one more shows those that are at hand then.
-            ids: ``[count + 1, M]``, the environment of each entry.
-            version: The version of the policy.
+        One more row shows those that are at hand then. ``ids``: ``[count + 1, M]``, the environment
+        of each entry.
         """
         order, envs, first = self._in_order(ids[: count + 1].reshape(-1))
         width, own = self._width, envs[first]

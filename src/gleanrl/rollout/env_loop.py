@@ -61,14 +61,11 @@ class EnvLoop(BaseSource):
         first: Window,
         policy: Policy,
         options: SourceOptions,
+        tracker: Tracker | None = None,
     ) -> None:
-        """Learn the layout.
+        """Learn the layout of ``env``, whose one reset showed ``first``, one step long.
 
-        Args:
-            env: Was reset once.
-            first: The observations of that reset; one step long.
-            policy: The acting policy.
-            options: The user's options.
+        By default, the ``tracker`` also follows what is provided for ``policy``.
         """
         self._env = env
         super().__init__(env, env.inner, policy.inner, options)
@@ -79,11 +76,13 @@ class EnvLoop(BaseSource):
             if isinstance(one, RandomActions):
                 one.draw_from(self.streams)
         self._fields = DeliveredFields.of(env.layout, policy, options)
-        self._next_root = self._fields.make_next_root()
+        self._next_root = Window.allocate(self._fields.root_fields, self.num_envs, 1)
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided, self._next_root)
-        self.tracker = self._make_tracker()
+        self.tracker = tracker or Tracker(
+            self.num_envs, options.max_frames_per_traj, self._provided
+        )
         if env.only_rows:
             # Bound to a proxy, as a cycle would keep memory and descriptors.
             env.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
@@ -92,9 +91,6 @@ class EnvLoop(BaseSource):
         """Environments whose ends are known at the end of a rollout."""
         if self._by_masks is not None and self._provided:
             self._by_masks.on_ended = self._provided.started_where
-
-    def _make_tracker(self) -> Tracker:
-        return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
 
     def layout(self) -> Layout:
         layout = self._fields.layout

@@ -267,7 +267,8 @@ class StepRecorder:
                 self._open(as_key(name), *wrong[1:])
                 break
         if self.steps is not None or not self._fixed:
-            self._view = _view_of(root, self._shown)
+            kept = root.select(*self._shown, strict=False)
+            self._view = None if kept.is_empty() else copied(kept)
 
     def after(self, finished: TensorDictBase) -> None:
         """Store a finished step, before anything is reset.
@@ -338,11 +339,6 @@ def _parent(root: _Node, key: Key, sizes: Mapping[Key, torch.Size]) -> _Node:
         assert isinstance(inner, _Node)
         node = inner
     return node
-
-
-def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
-    kept = root.select(*shown, strict=False)
-    return None if kept.is_empty() else copied(kept)
 
 
 def _only_in_some(stack: LazyStackedTensorDict) -> str | None:

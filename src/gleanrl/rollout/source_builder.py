@@ -132,7 +132,8 @@ class SourceBuilder:
         policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy):
             written = [key for key in primed if next_key(key) in policy.signature.trace.outputs]
-            why = self._why_tensordicts(policy, layout) or _why_not_passed(made, layout, written)
+            unlike = _unlike(policy, layout) or policy.signature.why_no_rows
+            why = unlike or _why_not_passed(made, layout, written)
             if why:
                 return self._serve_tensordicts(handle, policy, why=why)
         first = Window.allocate(layout.observations, layout.num_envs, 1)
@@ -143,10 +144,6 @@ class SourceBuilder:
             else:
                 made.on_partial_reset = policy.zero_memory
         return EnvLoop(made, first, policy, self.options)
-
-    def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
-        """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
-        return _unlike(policy, layout) or policy.signature.why_no_rows
 
     def _policy(self, env: EnvRows, contract: EnvContract) -> Policy:
         chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy

@@ -49,12 +49,8 @@ class StepLog:
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 
-        Args:
-            fields: The fields of the log.
-            shifted: Root keys whose ``"next"`` value is delivered from the root row that follows.
-            envs: Environments, ``P``.
-            steps: Steps of one rollout, ``T``.
-            keep: Raw steps that may be left over.
+        ``shifted``: Root keys whose ``"next"`` value is delivered from the root row that follows.
+        A rollout has ``steps`` steps, and ``keep`` raw steps may be left over.
         """
         # At worst every other step is a reset, beginning with the first.
         room = 2 * steps + 1
