@@ -107,18 +107,9 @@ _TREATMENTS = {
 }
 
 
-def treatment(transform: Any) -> Treatment:
-    """Return how a transform of TorchRL's is stepped.
-
-    Raises:
-        Unproven: it is not known.
-    """
-    kind: Any = type(transform)
-    return _treatment_of(kind)
-
-
 @functools.cache
-def _treatment_of(kind: type) -> Treatment:
+def treatment(kind: type) -> Treatment:
+    """Return how transforms of a class of TorchRL's are stepped, or raise `Unproven`."""
     name = qualified(kind).removeprefix("torchrl.envs.transforms.")
     if name not in _TREATMENTS:
         raise Unproven(f"{kind.__name__} is not known to depend on the data of one step alone")
