@@ -37,7 +37,6 @@ from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict_envs import (
     EnvMetaData,
     TensorDictHandle,
-    describe,
     open_entries,
     spec_leaves,
     spec_trees,
@@ -241,7 +240,8 @@ class EnvGroup:
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""
-        return describe(self.envs.members[0])
+        env = self.envs.members[0]
+        return EnvMetaData(env.fake_tensordict(), env.batch_size, env.device, *spec_trees(env))
 
     # -- memory ----------------------------------------------------------------------------------
 
