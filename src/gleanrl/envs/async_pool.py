@@ -34,14 +34,7 @@ class AsyncPool(VectorAdapter):
     _resets: _EnvPool | _Ale
 
     def __init__(self, env: Any, options: OwnOptions, again: Callable[[], Any] | None) -> None:
-        """Take over ``env``, which was not reset.
-
-        Args:
-            env: The pool.
-            options: How data are stored, and whether an EnvPool may be called otherwise than as it
-                is.
-            again: Makes another one like it, if that is known.
-        """
+        """Take over ``env``, which was not reset; ``again`` makes another one, if that is known."""
         resets = _EnvPool(env, options) if is_envpool(env) else _Ale(env, again)
         super().__init__(resets, options)
         self.can_cut = False

@@ -112,14 +112,10 @@ class GymnasiumEnv(WindowEnv):
         seeds: Sequence[int | None] = (),
         face: EnvBase | None = None,
     ) -> None:
-        """Take over ``envs``.
+        """Take over ``envs``, which have the same spaces.
 
-        Args:
-            envs: Environments that were built; the spaces of the first are read.
-            batch_shape: ``()`` for a single one, else ``(P,)`` or nested batches of ``P``.
-            options: How data are stored.
-            seeds: The seed of each environment's next reset.
-            face: The user's environment, if these were taken out of it.
+        ``batch_shape`` is ``()`` for a single one, else ``(P,)`` or nested batches of ``P``.
+        ``seeds``: of the next resets. ``face``: the user's environment, if these were taken out.
         """
         self.envs = self.stateful = list(envs)
         first = self.envs[0]

@@ -159,13 +159,9 @@ def record(
 ) -> TransformProgram:
     """Run ``methods`` one after the other on ``data``, and record the calls that do it again.
 
-    Args:
-        methods: Phases of transforms that depend on nothing but their settings and the data.
-        before: Memory of the data before the step.
-        data: Memory of the data to transform. Nothing is written there.
-        batch: The dimensions that all data begin with.
-        settings: Tensors of transforms that are read at every replay.
-        constants: Tensors of transforms a change of which is noticed elsewhere.
+    Nothing is written to ``data``, nor to those ``before`` the step. All begin with the dimensions
+    ``batch``. ``settings``: Tensors of transforms that are read at every replay. ``constants``:
+    those a change of which is noticed elsewhere.
 
     Raises:
         Unproven: a method raised an error, or changes other tensors than those of its state.

@@ -74,15 +74,7 @@ class RestartingEnv(GymnasiumEnv):
         options: GymOptions,
         restarts: Restarts,
     ) -> None:
-        """Take over ``envs``.
-
-        Args:
-            envs: Environments that were built.
-            makers: Each builds another one like that of ``envs``.
-            batch_shape: See `GymnasiumEnv`.
-            options: How data are stored.
-            restarts: How often each may still be built anew.
-        """
+        """Take over ``envs``; each of ``makers`` builds another one like that of ``envs``."""
         super().__init__(envs, batch_shape, options)
         self._spaces = envs[0].observation_space, envs[0].action_space
         self._makers = list(makers)

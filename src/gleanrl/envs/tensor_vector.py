@@ -191,7 +191,7 @@ class TensorVectorEnv(VectorAdapter):
             rewards = self._wide[:, :steps].cpu().numpy().T
             write_rewards(host.numpy(), rewards, wrapper="vector.TransformReward")
             self._reward[:, :steps] = host.to(self._reward.device)
-        if self._actions.limited:
+        if self._actions.limits:
             keys = [leaf.key for leaf in self._acted]
             taken = {key: self._window.tensor(key)[:, :steps].cpu() for key in keys}
             self._actions.begin(Window(taken, self.num_envs, steps))

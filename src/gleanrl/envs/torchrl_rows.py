@@ -33,12 +33,9 @@ class TransformedRows(TensorDictRows):
     def __init__(
         self, handle: TensorDictHandle, parts: Parts, prove: Callable[[TransformedRows], None]
     ) -> None:
-        """Record the transforms.
+        """Record the transforms of ``handle``, the user's environment, which was reset once.
 
-        Args:
-            handle: The user's environment, reset once.
-            parts: The parts of the environment.
-            prove: Is called after transforms were recorded; raises `Unproven`.
+        ``prove`` is called after transforms were recorded; it raises `Unproven`.
         """
         super().__init__(handle)
         self._prove = prove

@@ -107,8 +107,7 @@ class EnvWorker:
             try:
                 answer = _carry_out(group, order)
             except Exception as err:
-                group.fail(err)
-                answer = FAILED
+                group.error, answer = err, FAILED
             ends.answer(number << GROUP_BITS | answer)
 
     # -- what a source has; weights, seeds and resets are no commands of a `Session` alone ---------

@@ -132,13 +132,10 @@ class EnvGroup:
         makers: Sequence[Make] = (),
         restarts: Restarts | None = None,
     ) -> None:
-        """Take over ``envs``, whose windows lie in ``memory``.
+        """Take over ``envs``, whose windows lie in ``memory``, ``None`` if they are only looked at.
 
-        Args:
-            envs: Environments with TensorDict methods.
-            memory: ``None`` if they are only looked at.
-            makers: Each builds another environment like that of ``envs``.
-            restarts: How often each may be built anew when it raises; ``None`` for never.
+        Each of ``makers`` builds another environment like that of ``envs``. ``restarts``: how often
+        each may be built anew when it raises; ``None`` for never.
         """
         self.envs = SerialEnv.of(envs)
         self._memory: Any = memory
@@ -150,7 +147,8 @@ class EnvGroup:
         self._rollouts: _Rollouts
         self._stepped: Resumable
         """The object by which environments are stepped."""
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The error of an order, which `reraise` raises."""
         self._opened: tuple[bool, bool] | None = None
         """The arguments of `open_rows`, if it has found rows."""
 
@@ -302,13 +300,9 @@ class EnvGroup:
         self._reset_s[0] = rollouts.rows.reset_s
         return False
 
-    def fail(self, error: BaseException) -> None:
-        """Keep the error of an order, for `reraise`."""
-        self._error = error
-
     def reraise(self) -> None:
         """Raise the error that was kept, once."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
 

@@ -123,13 +123,7 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
 def make_tensordict_env(
     factory: EnvFactory, kwargs: Mapping[str, Any], storing: GymOptions | None = None
 ) -> Any:
-    """Make one environment with TensorDict methods; wrap Gymnasium environments.
-
-    Args:
-        factory: An id or a callable.
-        kwargs: The arguments of the callable.
-        storing: How the data of a Gymnasium environment are stored.
-    """
+    """Make one environment with TensorDict methods; wrap Gymnasium's, and store data so."""
     made, storing = build(factory, kwargs), storing or GymOptions()
     if is_vector_env(made):
         raise ConfigError(
