@@ -177,14 +177,13 @@ class WorkerMembers:
             waited = monotonic() - began
             if waited < _LOOKING_S:
                 sched_yield()
-            elif waited < base.BATCHED_PIPE_TIMEOUT and self._alive(workers):
+            elif waited < base.BATCHED_PIPE_TIMEOUT and all(
+                base._workers[worker].is_alive() for worker in workers
+            ):
                 sleep(_PAUSE_S)
             else:
                 break
         base._wait_for_workers(workers)  # takes the answers back, or raises
-
-    def _alive(self, workers: Sequence[int]) -> bool:
-        return all(self._base._workers[worker].is_alive() for worker in workers)
 
 
 def after_step(field: Field) -> Field:

@@ -25,7 +25,7 @@ from gleanrl.policies.diagnosis import wrote_otherwise
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.lowering import reads_only_inputs
 from gleanrl.policies.policy import make_policy
-from gleanrl.policies.probe import PolicySignature, Unit, entries_of
+from gleanrl.policies.probe import PolicySignature, entries_of
 from gleanrl.policies.program import (
     ProgramPolicy,
     check_kept,
@@ -93,7 +93,10 @@ class JointPolicy:
             if can_stage(called.device):
                 self._staging = make_staging(called.signature, env, called.device)
             trace = called.signature.trace
-            self._remembers = not all(map(_reads_only_shown, trace.units))
+            self._remembers = not all(
+                reads_only_inputs(unit.module) and not unit.reads_before_written()
+                for unit in trace.units
+            )
             self._names = {key[0] for key in (*trace.whole.visible, *trace.whole.writes)}
             flags = (key for group in env.dones for key in group.keys())
             self._shown = {*flags, *_root_entries(called, env)}
@@ -268,11 +271,6 @@ class Seat:
 def _root_entries(called: ProgramPolicy, env: EnvLayout) -> Collection[Key]:
     """Return the entries of a row that a policy is shown."""
     return {*(field.key for field in env.observations), *called.states, *called.provided}
-
-
-def _reads_only_shown(unit: Unit) -> bool:
-    """Tell whether ``unit`` is known to read nothing but what its first call was given."""
-    return reads_only_inputs(unit.module) and not unit.reads_before_written()
 
 
 def _check_delivered(signature: PolicySignature) -> None:

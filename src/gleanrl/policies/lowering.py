@@ -209,7 +209,8 @@ class _Recording:
                 require(written.keys() == unit.writes.keys())
                 # Others may write in place: where memory is shared, all of its entries change.
                 apart = [*self._used.values(), *{**self._written, **written}.values()]
-                require(self._policy.for_rows or not _share_memory(apart))
+                places = {value.untyped_storage().data_ptr() for value in apart}
+                require(self._policy.for_rows or len(places) == len(apart))
             except Exception:  # whatever went wrong, the unit is called as it is
                 self._used = used
                 ops.cut(mark)
@@ -531,11 +532,6 @@ def _containers(policy: Any, leaves: set[int]) -> Iterator[nn.Module]:
     yield policy
     for child in policy.children():
         yield from _containers(child, leaves)
-
-
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether any two of ``tensors`` lie in the same storage."""
-    return len({value.untyped_storage().data_ptr() for value in tensors}) < len(tensors)
 
 
 def _last(key: Any) -> str:

@@ -60,8 +60,8 @@ class Chunks:
         count = 2 * envs + width
         self._trash = count * steps
         """The place of data outside of transitions."""
-        finals = [field for field in fields if field.key in shifted]
-        stored = {f.key: f for f in (*fields, *(_next(field) for field in finals))}
+        finals = [replace(f, key=next_key(f.key)) for f in fields if f.key in shifted]
+        stored = {f.key: f for f in (*fields, *finals)}
         self._stored: dict[Key, Array] = {
             key: np.zeros((self._trash + 1, *field.shape), field.numpy_dtype)
             for key, field in stored.items()
@@ -246,7 +246,3 @@ class Chunks:
 
 def _flat(rows: Array) -> Array:
     return rows.reshape(-1, *rows.shape[2:])
-
-
-def _next(field: Field) -> Field:
-    return replace(field, key=next_key(field.key))

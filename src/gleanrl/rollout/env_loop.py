@@ -38,7 +38,7 @@ def dense(
         try:
             act(t)
         except Exception as err:
-            _blame_policy(err, t)
+            note(err, f"the policy raised this at step {t} of the rollout")
             raise
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
@@ -46,10 +46,6 @@ def dense(
         if stop[0]:
             return t + 1
     return steps
-
-
-def _blame_policy(error: Exception, t: int) -> None:
-    note(error, f"the policy raised this at step {t} of the rollout")
 
 
 class EnvLoop(BaseSource):
@@ -133,7 +129,7 @@ class EnvLoop(BaseSource):
                 with self.acting():
                     act(taken)
             except Exception as err:
-                _blame_policy(err, taken)
+                note(err, f"the policy raised this at step {taken} of the rollout")
                 raise
             yield policy.requested
             versions.append(self.policy_version)  # weights may have changed before the act
