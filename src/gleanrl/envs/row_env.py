@@ -84,14 +84,9 @@ class EnvRows(Resumable):
     ) -> EnvRows | None:
         """Return rows that step the members of these and of ``others``, in place of ``face``.
 
-        Args:
-            others: More rows of this class, with the same `options`.
-            face: The environment that the rows were taken out of; they get its batch size.
-            options: How the user wants data to be stored; ``None`` leaves that to the rows.
-            fresh: Whether nobody else uses the members, so that they may be changed.
-
-        Returns:
-            ``None`` if they cannot be stepped as one batch.
+        The ``others`` have the same class and `options`. All get the batch size of ``face``, out of
+        which they were taken, and the user's ``options``, if any. ``fresh``: Nobody else uses the
+        members, so they may be changed. ``None``: they cannot be stepped as one batch.
         """
         return None
 

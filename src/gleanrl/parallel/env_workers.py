@@ -440,15 +440,11 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         begins: bool = False,
     ) -> Callable[[], list[Any]]:
-        """Begin to call a method of `EnvGroup` in workers, after their present orders.
+        """Begin to call a method of `EnvGroup`, or what is at a path in it, after present orders.
 
-        Args:
-            method: Its name, or the path to something in it.
-            arguments: Those of all members, or by index of each member that is asked.
-            seconds: The time that it may take, if a step may not take longer.
-            kwargs: Further arguments of all.
-            begins: Whether environments begin episodes that the learner knows of, those of
-                replacements as well.
+        ``arguments`` are those of all members, or by index of each member that is asked. It may
+        take so many ``seconds``, if a step may not take longer. ``begins``: Environments begin
+        episodes that the learner knows of, those of replacements as well.
 
         Returns:
             A function that waits for the values of the members that were asked, ``None`` for those

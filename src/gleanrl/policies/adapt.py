@@ -97,12 +97,6 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
     argument is named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a
     TensorDict. Any other is called with tensors: those its arguments are named after, or the only
     observation there is beside entries of ``info``.
-
-    Args:
-        policy: The user's policy.
-        contract: The environment's observations and actions.
-        options: Whether to trust ``policy`` to be a callable on TensorDicts, and whether
-            ``"step_count"`` is there for it to read.
     """
     counts = options.counts
     if isinstance(policy, type) or not callable(policy):

@@ -28,17 +28,10 @@ def diagnose(
     missing: Sequence[Key],
     states: Sequence[Key],
 ) -> PolicyError | None:
-    """Say why ``policy`` failed on the entries that it was shown.
+    """Say why ``policy`` raised ``err`` on the entries that it was ``shown``.
 
-    Args:
-        err: The exception that it raised.
-        policy: The user's policy.
-        shown: The entries it was called on; ``None`` for one that is no tensor.
-        missing: The entries that it reads and was not shown.
-        states: Its recurrent states.
-
-    Returns:
-        The error to raise; ``None`` if the policy's own says it best.
+    It reads those that are ``missing`` as well, and has recurrent ``states``. ``None``: its own
+    error says it best.
     """
     if missing:
         return PolicyError(_missing(missing, shown))

@@ -242,12 +242,7 @@ def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
 #
 # The words are TensorDict's own, so that every module made with it listens to them.
 
-_MODES = {
-    "random": ExplorationType.RANDOM,
-    "mode": ExplorationType.MODE,
-    "mean": ExplorationType.MEAN,
-    "deterministic": ExplorationType.DETERMINISTIC,
-}
+_MODES = ("random", "mode", "mean", "deterministic")
 _RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
 _ENV = "torchrl.envs.common.EnvBase"
 _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
@@ -282,9 +277,9 @@ def parse_exploration_mode(mode: str) -> ExplorationType:
     >>> parse_exploration_mode("mean") is ExplorationType.MEAN
     True
     """
-    found = _MODES.get(mode.lower()) if isinstance(mode, str) else None
-    if found is None:
+    name = str(mode).lower()
+    if name not in _MODES:
         raise ConfigError(
             f"exploration_mode ({mode!r}) must be one of {', '.join(map(repr, _MODES))}"
         )
-    return found
+    return ExplorationType[name.upper()]

@@ -79,12 +79,9 @@ class RandomActions:
     def __init__(
         self, specs: Mapping[Key, Spec], env: EnvLayout, like: Policy | None = None
     ) -> None:
-        """Draw actions for ``env``.
+        """Draw actions for ``env``; ``specs`` are those of one environment, by action key.
 
-        Args:
-            specs: Per action key, the values of one environment's action.
-            env: The layout of the environment that takes the actions.
-            like: The policy it stands in for: the other outputs of that one are zeros.
+        ``like``: The policy it stands in for: the other outputs of that one are zeros.
         """
         self.outputs: tuple[Field, ...] = env.actions if like is None else like.outputs
         self.states: tuple[Key, ...] = () if like is None else like.states

@@ -130,10 +130,10 @@ class Part:
         """Return the elements of an entry, in any shape."""
         raise NotImplementedError
 
-    def chunks(self, rows: int = 1 << 16, nbytes: int = 1 << 25) -> Iterator[slice]:
-        """Yield the rows of all frames, at most so many and of so many bytes at a time."""
+    def chunks(self) -> Iterator[slice]:
+        """Yield the rows of all frames, of a bounded number and size at a time."""
         row = sum(file.nbytes for file in self.files)
-        size = max(1, min(rows, nbytes // max(row, 1)))
+        size = max(1, min(1 << 16, (1 << 25) // max(row, 1)))
         for start in range(0, self.frames, size):
             yield slice(start, start + size)
 

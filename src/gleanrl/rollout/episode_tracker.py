@@ -36,10 +36,7 @@ class Tracker:
     def __init__(self, envs: int, max_frames: int | None, provided: Provided | None = None) -> None:
         """Start at episode 0 of every environment, without other environments until `place`.
 
-        Args:
-            envs: The number of environments.
-            max_frames: Steps after which an episode is cut.
-            provided: Is told where episodes begin.
+        Episodes are cut after ``max_frames`` steps. ``provided`` is told where they begin.
         """
         self._index = np.arange(envs, dtype=np.int64)
         self._stride = envs
