@@ -86,34 +86,24 @@ class EpisodeStats:
     def update(self, batch: TensorDictBase) -> None:
         """Add a batch ``[T]`` or ``[..., T]`` of a collector.
 
+        Without trajectory ids every row is one environment, the same in every batch.
+
         Raises:
             ConfigError: the batch has no end flags.
         """
         steps = batch.shape[-1]
-        ids, mask = batch.get(TRAJ_IDS, None), batch.get(MASK, None)
-        self.add(
-            _rewards(batch).reshape(-1, steps),
-            end_flags(batch).reshape(-1, steps).cpu().numpy(),
-            None if ids is None else ids.reshape(-1, steps).cpu().numpy(),
-            None if mask is None else mask.reshape(-1, steps).cpu().numpy(),
+        rewards = _rewards(batch).reshape(-1, steps)
+        ended = end_flags(batch).reshape(-1, steps).cpu().numpy()
+        ids, mask = (
+            None if found is None else found.reshape(-1, steps).cpu().numpy()
+            for found in (batch.get(TRAJ_IDS, None), batch.get(MASK, None))
         )
-
-    def add(
-        self, rewards: Array, ended: Array, ids: Array | None = None, mask: Array | None = None
-    ) -> None:
-        """Take in ``T`` steps of ``R`` environments.
-
-        Args:
-            rewards: ``[R, T]``.
-            ended: ``[R, T]`` bool, True on the last frame of an episode.
-            ids: ``[R, T]`` trajectory ids, -1 on frames never collected. Without them every row is
-                one environment, the same in every batch.
-            mask: ``[R, T]`` bool, False on frames never collected.
-        """
-        rows = rewards.shape[0]
+        rows = len(rewards)
         if ids is None:
             ids = np.broadcast_to(np.arange(rows)[:, None], rewards.shape)
-        valid = (ids != -1) if mask is None else (ids != -1) & mask
+        valid = ids != -1  # a frame that was collected
+        if mask is not None:
+            valid &= mask
         env, time = np.nonzero(valid)
         if len(env) == 0:
             return
