@@ -374,10 +374,6 @@ def _load_tensordict(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     return value
 
 
-def _load_nontensor(loader: Loader, parts: Any, present: Any, at: str) -> Any:
-    return NonTensorData(loader.load(parts[0], _ABSENT, at), batch_size=parts[1])
-
-
 # -- objects ---------------------------------------------------------------------------------------
 
 
@@ -469,8 +465,7 @@ def _fill_hooked(loader: Loader, value: Any, parts: Any, present: Any, at: str) 
 
 
 def _save_simulator(saver: Saver, value: Any, at: str) -> list[Any]:
-    simulator = simulator_of(type(value))
-    assert simulator is not None
+    simulator: Any = simulator_of(type(value))
     return [name_of(type(value)), simulator[0](value)]
 
 
@@ -479,8 +474,7 @@ def _fill_simulator(loader: Loader, value: Any, parts: Any, present: Any, at: st
 
 
 def _restore_simulator(present: Any, saved: Any, at: str) -> None:
-    simulator = simulator_of(type(present))
-    assert simulator is not None
+    simulator: Any = simulator_of(type(present))
     try:
         simulator[1](present, saved)
     except StateError as err:
@@ -590,7 +584,9 @@ _KINDS: dict[str, _Kind] = {
     "tensordict": _Kind(_save_tensordict, _load_tensordict, numbered=False),
     "nontensor": _Kind(
         lambda saver, value, at: [saver.save(value.data, at), list(value.batch_size)],
-        _load_nontensor,
+        lambda loader, parts, present, at: NonTensorData(
+            loader.load(parts[0], _ABSENT, at), batch_size=parts[1]
+        ),
         numbered=False,
     ),
     "enum": _Kind(

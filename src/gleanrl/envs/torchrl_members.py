@@ -26,7 +26,7 @@ from gleanrl.envs.recorded_or_called_transforms import Unproven
 from gleanrl.envs.result_writers import CastingLeafWriter
 from gleanrl.envs.tensordict_envs import spec_fields, spec_trees
 from gleanrl.envs.torchrl_parts import Parts, kept_rows
-from gleanrl.envs.transforms_as_wrappers import OneHotObservations, wrapped
+from gleanrl.envs.transforms_as_wrappers import showing_one_hot, wrapped
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
@@ -212,7 +212,7 @@ def _rows_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
     options = GymOptions(categorical_action_encoding=own[1][0].shape == acts)
     stepped = [*map(wrapped, parts.gym_envs, parts.members, parts.leading)]
     difference = None
-    for envs in (stepped, [*map(OneHotObservations, stepped)]):
+    for envs in (stepped, [*map(showing_one_hot, stepped)]):
         try:
             rows = _Rows(envs, batch, options)
         except ConfigError as err:
