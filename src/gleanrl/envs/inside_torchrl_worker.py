@@ -81,11 +81,7 @@ def _told(base: Any, channel: Any, value: _Called) -> str:
 
 
 def take_over() -> bool:
-    """Carry out steps from now on, in the worker whose loop is receiving the call of this.
-
-    Returns:
-        Whether that is so.
-    """
+    """Try to carry out steps from now on, in the worker whose loop receives the call of this."""
     frame: FrameType | None = sys._getframe()
     with suppress(Exception):  # the loop goes on as it is
         loop = _proven_loop()

@@ -43,12 +43,9 @@ _CUTS = (0, 6)
 
 
 def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> TransformedRows:
-    """Return the environment of ``handle``, which was reset once, as rows.
+    """Return the environment of ``handle``, which was reset once, as rows, or raise `Unproven`.
 
     A ``fresh`` one has no other user, so it may be changed.
-
-    Raises:
-        Unproven: it has to be stepped by its own methods.
     """
     with unproven_on_error():
         parts = parts_of(handle.env)

@@ -92,11 +92,7 @@ def spec_groups(spec: Any, ndim: int, prefix: Key = ()) -> Iterator[Group]:
 
 
 def spec_fields(spec: Any, batch: tuple[int, ...]) -> tuple[Field, ...]:
-    """Return the field of every leaf of nested specs that begin with ``batch``.
-
-    Raises:
-        EnvError: one that begins otherwise.
-    """
+    """Return the field of every leaf of nested specs; all must begin with ``batch``."""
     return tuple(_field(key, leaf, None, batch) for key, leaf in spec_leaves(spec))
 
 

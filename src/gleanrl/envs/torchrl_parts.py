@@ -187,11 +187,7 @@ def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def parts_of(env: Any) -> Parts:
-    """Take ``env`` apart; nothing of it is changed.
-
-    Raises:
-        Unproven: it is not made of known classes, or it does more than they do by default.
-    """
+    """Take ``env`` apart, unchanged; `Unproven` if it is or does more than known classes do."""
     base, wholes = _peeled(env)
     around = _chain_of(wholes)
     if qualified(type(base)) == _PARALLEL:
@@ -478,10 +474,7 @@ def with_lives(part: Any, parts: Parts) -> tuple[Any, torch.Tensor, Callable[[],
     """Return a copy of an ``EndOfLifeTransform`` that takes lives from a tensor.
 
     Also returns the tensor, and the function that reads the lives of all members into it, without
-    TorchRL's slow search for attributes.
-
-    Raises:
-        Unproven: that search may find other lives.
+    TorchRL's slow search for attributes. `Unproven` if that may find other lives.
     """
     first, path = part.eol_attribute[0], attrgetter(".".join(part.eol_attribute))
     if any(first in dir(env) for env in parts.envs):

@@ -78,11 +78,7 @@ class TransformedRows(TensorDictRows):
         self._prove(self)
 
     def pass_on(self, keys: Collection[Key]) -> None:
-        """Have transforms pass on ``keys``, which the policy writes under ``"next"``.
-
-        Raises:
-            Unproven: they do something else.
-        """
+        """Have transforms pass on what the policy writes as ``("next", *key)``, or raise `Unproven`."""
         if keys:
             self.passed = keys
             with unproven_on_error():

@@ -74,11 +74,7 @@ class Watch:
         self.hold(DETERMINISTIC_REGISTER)
 
     def add(self, module: nn.Module) -> None:
-        """Remember ``module`` as it is now (not the modules below it).
-
-        Raises:
-            Unwatchable: an attribute cannot be compared later.
-        """
+        """Remember ``module`` as it is now (not those below it), or raise `Unwatchable`."""
         if id(module) in self._seen:
             return
         if isinstance(module, TensorDictParams):

@@ -131,11 +131,7 @@ class OwnStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func``.
-
-        Raises:
-            Unknown: it draws, and takes no generator.
-        """
+        """Run ``func``; raise `Unknown` if it draws and takes no generator."""
         return self._drawn(func, args, kwargs or {})
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

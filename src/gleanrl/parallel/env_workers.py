@@ -652,11 +652,7 @@ class WorkerGroup:
             self._find_numbers()
 
     def began_anew(self) -> list[int]:
-        """Return the environments that began anew in the last step, or are `gone` since it.
-
-        Raises:
-            WorkerDied: all are gone.
-        """
+        """Return the environments that began anew in the last step, or are `gone` since it."""
         if not self._some_anew:
             return _NOTHING
         self._check_there()

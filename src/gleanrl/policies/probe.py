@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
@@ -56,9 +56,12 @@ def _restored(policy: Any) -> Iterator[None]:
 
     What else the policy keeps, such as a counter in Python, advances.
     """
-    tables = [t for module in modules_of(policy) for t in (module._parameters, module._buffers)]
-    for name, tensor in (entry for table in tables for entry in table.items()):
-        if tensor is not None and tensor.layout != torch.strided:
+    tables: list[Any] = [
+        table for module in modules_of(policy) for table in (module._parameters, module._buffers)
+    ]
+    held = [(table, *item) for table in tables for item in table.items() if item[1] is not None]
+    for _, name, tensor in held:
+        if tensor.layout != torch.strided:
             raise PolicyError(
                 f"the policy's {name!r} is a parameter or buffer of layout {tensor.layout}, which "
                 "can be neither restored nor sent: register its indices and values, or keep it as "
@@ -66,9 +69,8 @@ def _restored(policy: Any) -> Iterator[None]:
             )
     entries = [
         (table, name, tensor, tensor.detach(), tensor.detach().clone())
-        for table in tables
-        for name, tensor in cast("Mapping[str, torch.Tensor]", table).items()
-        if tensor is not None and not is_lazy(tensor) and not _shared(tensor)
+        for table, name, tensor in held
+        if not is_lazy(tensor) and not _shared(tensor)
     ]
     try:
         with preserved():
@@ -76,7 +78,7 @@ def _restored(policy: Any) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for table, name, tensor, memory, value in entries:
-                cast("dict[str, torch.Tensor]", table)[name] = tensor
+                table[name] = tensor
                 if not tensor.is_set_to(memory):
                     tensor.data = memory
                 if not torch.equal(memory, value):
@@ -302,15 +304,9 @@ def learn(
 ) -> tuple[Adapted, PolicySignature]:
     """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
 
-    A policy that gives indices where the environment wants one-hot vectors is called once more,
-    with its actions converted.
-
-    Args:
-        policy: The user's policy.
-        contract: The environment's side of the step, which has a layout.
-        root: The result of the first reset, as the policy is shown it.
-        options: How the policy is run.
-        adapted: How the policy is called, if that is decided already.
+    ``root`` is the result of the first reset, as the policy is shown it, and ``contract`` has a
+    layout. A policy that gives indices where the environment wants one-hot vectors is called once
+    more, with its actions converted: ``adapted`` says how.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout

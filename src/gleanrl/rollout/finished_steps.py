@@ -255,11 +255,7 @@ class StepRecorder:
         self._rows = self._bound[window]
 
     def before(self, root: TensorDictBase) -> None:
-        """Store the environment's root entries, before it steps.
-
-        Raises:
-            PolicyError: one is not as it was in earlier steps.
-        """
+        """Store the environment's root entries, before it steps; all must be as before."""
         self._t += 1
         for name, leaf in () if self.steps is not None else self._rows[0]:
             value = root.get(name, None)
@@ -271,12 +267,7 @@ class StepRecorder:
             self._view = None if kept.is_empty() else copied(kept)
 
     def after(self, finished: TensorDictBase) -> None:
-        """Store a finished step, before anything is reset.
-
-        Raises:
-            EnvError: an entry under ``"next"`` is not as it was in earlier steps.
-            PolicyError: another entry is not.
-        """
+        """Store a finished step, before anything is reset; entries must be as in earlier ones."""
         if self.steps is None:
             node = self._rows[1]
             wrong = node.write(finished, self._t)

@@ -190,8 +190,7 @@ class PoolLoop(EnvLoop):
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.
 
-        Returns:
-            Raw steps taken, and transitions every environment has.
+        Returns raw steps taken, and transitions every environment has.
         """
         taken, goal, follow = 0, steps, self._resets.begin(log)
         act, step = self._clock.begin(policy.act, self._pool.step)
@@ -260,11 +259,7 @@ class PoolLoop(EnvLoop):
 def logged_fields(
     delivered: DeliveredFields, env: EnvLayout, policy: Policy
 ) -> tuple[list[Field], list[Key]]:
-    """Return the fields of the log, and the root keys that give ``"next"`` from the next row.
-
-    Raises:
-        ConfigError: numpy has no such dtype.
-    """
+    """Return the fields of the log, and the root keys that give ``"next"`` from the next row."""
     fields = delivered.layout.fields
     observed = {field.key for field in env.observations}
     shifted = [key for key in observed if any(f.key == next_key(key) for f in fields)]
@@ -273,5 +268,5 @@ def logged_fields(
     bulk -= {*observed, *policy.provided}
     bulk |= {next_key(key) for key in (STEP_COUNT, POLICY_VERSION, *shifted)}
     found = {f.key: f for f in (*delivered.root_fields, *fields) if f.key not in bulk}
-    _ = [field.numpy_dtype for field in found.values()]
+    _ = [field.numpy_dtype for field in found.values()]  # missing ones are found now
     return list(found.values()), shifted
