@@ -46,6 +46,8 @@ class WindowEnv(EnvRows):
     _info_writer = InfoWriter
     _batched = False
     """Whether one call steps all environments."""
+    _casts = ""
+    """Kinds of dtypes that are cast whatever the user wants."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class WindowEnv(EnvRows):
         leaves = observation_leaves(observed)
         fields = [leaf_field(leaf, options.observation_dtype) for leaf in leaves]
         infos = info_fields(options.info_keys, fields)
-        casts = options.observation_dtype is not None
+        casts = self._casts if options.observation_dtype is None else "f"
         info_writers = [self._info_writer(name, field) for name, field in infos.items()]
         leaf_writers = [
             self._leaf_writer(leaf, field, casts)

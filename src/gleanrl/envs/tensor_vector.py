@@ -43,7 +43,7 @@ def tensor_device(observation: Any) -> torch.device | None:
 class TensorLeafWriter(FieldWriter):
     """One tensor of a vectorised environment's observation."""
 
-    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
+    def __init__(self, leaf: Leaf, field: Field, casts: str) -> None:
         """Write ``leaf`` to ``field``; nothing is cast but narrower whole numbers."""
         super().__init__(field)
         self._leaf = leaf

@@ -23,7 +23,7 @@ from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.recorded_or_called_transforms import Unproven
-from gleanrl.envs.result_writers import CastingLeafWriter
+from gleanrl.envs.result_checks import NUMBERS
 from gleanrl.envs.tensordict_envs import spec_fields, spec_trees
 from gleanrl.envs.torchrl_parts import Parts, kept_rows
 from gleanrl.envs.transforms_as_wrappers import showing_one_hot, wrapped
@@ -199,7 +199,7 @@ def _window_over(held: Mapping[Field, torch.Tensor | None], envs: int) -> Window
 
 
 class _Rows(GymnasiumEnv):
-    _leaf_writer = CastingLeafWriter
+    _casts = NUMBERS  # as TorchRL's wrappers do
 
 
 def _rows_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:

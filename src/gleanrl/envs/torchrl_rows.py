@@ -78,7 +78,7 @@ class TransformedRows(TensorDictRows):
         self._prove(self)
 
     def pass_on(self, keys: Collection[Key]) -> None:
-        """Have transforms pass on what the policy writes as ``("next", *key)``, or raise `Unproven`."""
+        """Have transforms pass on ``("next", *key)`` of the policy's, or raise `Unproven`."""
         if keys:
             self.passed = keys
             with unproven_on_error():

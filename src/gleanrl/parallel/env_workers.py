@@ -421,16 +421,9 @@ class WorkerGroup:
 
     # -- commands --------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        method: str,
-        arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
-        seconds: float | None = CONTROL_S,
-        kwargs: Mapping[str, Any] | None = None,
-        begins: bool = False,
-    ) -> list[Any]:
+    def ask(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Call a method of `EnvGroup` in workers, after their present orders; see `order`."""
-        return self.order(method, arguments, seconds, kwargs, begins)()
+        return self.order(method, *arguments, **options)()
 
     def order(
         self,

@@ -409,7 +409,7 @@ class _Agents:
         spaces_of = {leaf.key: leaf for leaf in observation_leaves(observed)}
         mask = spaces_of.pop(ALLOWED, None)
         found = [(leaf, leaf_field(leaf)) for leaf in spaces_of.values()]
-        self._readers = [(field, LeafWriter(leaf, field, casts=True).read) for leaf, field in found]
+        self._readers = [(field, LeafWriter(leaf, field, casts="f").read) for leaf, field in found]
         for agent in set(agents) & set(first):
             for _, read in self._readers:
                 read(f"agent {agent!r}", (first[agent],))
