@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,15 +111,6 @@ def seed_streams(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     python_random.seed(seed)
-
-
-class StepMode(NamedTuple):
-    """How a group is stepped."""
-
-    opened: tuple[bool, bool] | None
-    """The arguments of `EnvGroup.open_rows`, if rows are stepped."""
-    root: TensorDictBase | None
-    """The root of the next step, if the environments are stepped by TensorDict methods."""
 
 
 class EnvGroup:
@@ -341,18 +332,18 @@ class EnvGroup:
     # -- steps outside of shared memory, in a copy of this process ---------------------------------
 
     @property
-    def step_mode(self) -> StepMode:
-        """How the environments are stepped now."""
+    def mode(self) -> tuple[tuple[bool, bool] | None, TensorDictBase | None]:
+        """How they are stepped: the arguments of `open_rows`, or TensorDicts from this root on."""
         row = self._stepped
-        return StepMode(self._opened, row.present() if isinstance(row, _TensorDictRow) else None)
+        return self._opened, row.present() if isinstance(row, _TensorDictRow) else None
 
-    def prepare(self, mode: StepMode) -> None:
-        """Reset the environments, which were not used yet, to be stepped like those of ``mode``."""
+    def prepare(self, opened: tuple[bool, bool] | None, root: TensorDictBase | None) -> None:
+        """Reset the environments, which were not used yet, to be stepped in such a `mode`."""
         self.described()
-        if mode.opened is not None:
-            self.open_rows(*mode.opened)
+        if opened is not None:
+            self.open_rows(*opened)
         if isinstance(self._stepped, _TensorDictRow):
-            self._stepped.show(mode.root)
+            self._stepped.show(root)
         self._apart()[0].reset()
 
     def random_steps(self, steps: int) -> TensorDictBase:
