@@ -124,7 +124,6 @@ class Method:
     """What a transform does in one phase of a step."""
 
     name: str
-    """The transform's name."""
     call: Phase
     trial: Phase | None = None
     """The same of a copy, if a call changes the transform; ``None``: it depends on settings and

@@ -38,7 +38,6 @@ NO_OBSERVATION = (*END_FLAGS, "step_count", "is_init", "reward")
 OF_ENV = ("env_spec", "observation_space", "action_space")
 """The entries of cards about the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
-"""The ends of a recording."""
 
 
 def card(facts: Mapping[str, Any]) -> str:
@@ -54,7 +53,6 @@ class Metadata:
     data: str
     """The kind of the files: one of `FORMATS`, or ``"shards"``."""
     frames: int
-    """Frames collected."""
     files: tuple[TensorFile, ...]
     """One per entry; each describes one row."""
     facts: Mapping[str, Any]
@@ -112,7 +110,6 @@ class Part:
     """Frames in one place: those of one writer, or a whole dataset."""
 
     frames: int
-    """The number of frames."""
     files: Sequence[TensorFile]
     """The entries that can be read."""
     facts: Mapping[str, Any] = {}

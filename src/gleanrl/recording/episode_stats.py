@@ -41,7 +41,6 @@ class EpisodeStats:
 
     def __init__(self) -> None:
         self.frames = 0
-        """Frames seen."""
         self._open = np.empty(0, _RUN)
         """Unfinished episodes, with their sums so far."""
         self._done: list[Array] = []
@@ -209,7 +208,6 @@ class Episode:
     """The rows of one episode."""
 
     id: int
-    """Its trajectory id."""
     part: Part
     """Where its rows are."""
     runs: list[tuple[int, int]] = field(default_factory=list)

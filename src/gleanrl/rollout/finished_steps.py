@@ -40,7 +40,6 @@ class ExpectedSteps:
     """The expected contents of finished steps, as far as known before the first step."""
 
     fields: DeliveredFields
-    """The delivered fields."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
     optional: frozenset[Key]
