@@ -75,14 +75,15 @@ class ProgramPolicy:
         )
         """The policy on one TensorDict, for environments that also work on one."""
         called = _StagedOverRows if staged else _TensorDictOverRows
-        self._called = called(self.on_tensordict, signature, env, device)
+        self.called = called(self.on_tensordict, signature, env, device)
+        """The policy called as it is, in rows."""
         self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
         self._lower = self._lower and env.device is None  # programs read arrays
-        self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
+        self._rows: _TensorDictOverRows | _ProgramOverRows = self.called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
 
@@ -90,14 +91,14 @@ class ProgramPolicy:
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
-        if program is None or self._now.rest or (kept and self.gets_back is not None):
+        if program is None or self._now.rest or (kept and self.called.gets_back is not None):
             # What the step before wrote, if a program did.
             last = {**self._replayed.program.written, **kept} if replayed else {}
-            self._called.begin(window, next_root, last)
-            self._rows = self._called
+            self.called.begin(window, next_root, last)
+            self._rows = self.called
         else:
             if kept and not replayed:
-                self._called.write_remembered(kept)
+                self.called.write_remembered(kept)
             self._replayed.begin(program, window, next_root)
             self._rows = self._replayed
         self.act = self._rows.act
@@ -109,38 +110,29 @@ class ProgramPolicy:
         self._rows.finish()
 
     def forget(self) -> None:
-        self._rows = self._called
-        self._called.forget()
+        self._rows = self.called
+        self.called.forget()
 
     @property
     def memory(self) -> Any:
         """What the policy wrote at the root before, ``None`` if nobody reads it."""
         if self._rows is not self._replayed:
-            return self._called.remembered()
+            return self.called.remembered()
         return {key: value.clone() for key, value in self._lowering.kept.items()} or None
 
     @memory.setter
     def memory(self, entries: Any) -> None:
         if entries is not None:
-            self._rows = self._called
-            self._called.remember(entries)
-
-    @property
-    def gets_back(self) -> Collection[Key] | None:
-        """Outputs of the last step that the policy gets back, besides states; ``None`` for all."""
-        return self._called.gets_back
-
-    @gets_back.setter
-    def gets_back(self, keys: Collection[Key] | None) -> None:
-        self._called.gets_back = keys
+            self._rows = self.called
+            self.called.remember(entries)
 
     def zero_memory(self, envs: Sequence[int]) -> None:
         """Zero the policy's earlier outputs at the root, in the rows of ``envs``.
 
         TorchRL's environments do so where they reset some of their members.
         """
-        if self._rows is self._called:
-            self._called.zero_memory(envs)
+        if self._rows is self.called:
+            self.called.zero_memory(envs)
         for value in self._lowering.kept.values():
             value.view(-1, *value.shape[self._batch_dims :])[list(envs)] = 0
 
@@ -313,6 +305,7 @@ class _TensorDictOverRows:
         self._policy, self._signature, self._env = policy, signature, env
         self._device = device
         self.gets_back: Collection[Key] | None = None
+        """Outputs of the last step that the policy gets back, besides states; ``None`` for all."""
         self._root: TensorDictBase | None = None
         outputs = signature.trace.outputs
         self._shown = {field.key: field.dtype for field in env.observations}

@@ -53,7 +53,7 @@ class AsyncPoolLoop(EnvLoop):
         self.num_envs, self._width = pool.all_envs, pool.num_envs
         if isinstance(policy, ProgramPolicy):
             policy.signature.check_needs_nothing_back()
-            policy.gets_back = ()  # each row is of other environments than the row before
+            policy.called.gets_back = ()  # each row is of other environments than the row before
         self._logged = logged_fields(self._fields, pool.layout, policy)
         self._arriving = [next_key(field.key) for field in pool.layout.rewards]
         self._arriving += [next_key(key) for group in pool.layout.dones for key in group.keys()]

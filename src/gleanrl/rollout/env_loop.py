@@ -70,7 +70,7 @@ class EnvLoop(BaseSource):
         self._random = RandomActions(env.action_specs, env.layout, policy)
         for one in (policy, self._random):
             if isinstance(one, RandomActions):
-                one.draw_from(self.streams)
+                one.streams = self.streams
         self._fields = DeliveredFields.of(env.layout, policy, options)
         self._next_root = Window.allocate(self._fields.root_fields, self.num_envs, 1)
         for key in first.keys():

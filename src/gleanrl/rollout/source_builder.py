@@ -140,7 +140,7 @@ class SourceBuilder:
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
             if made.drops_root:
-                policy.gets_back = [field.key for field in layout.actions]
+                policy.called.gets_back = [field.key for field in layout.actions]
             else:
                 made.on_partial_reset = policy.zero_memory
         return EnvLoop(made, first, policy, self.options)
