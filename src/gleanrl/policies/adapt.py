@@ -192,16 +192,13 @@ def _tensor_call(
     if len(unnamed) == 1 and (fits_one or fits_any):
         return TensorCall(policy, unnamed, action_keys, None)
     signature = ", ".join(map(str, parameters))
+    name = getattr(policy, "__name__", None) or type(policy).__name__
     raise PolicyTypeError(
-        f"policy {_name(policy)}({signature}) cannot be called with what the environment gives: "
+        f"policy {name}({signature}) cannot be called with what the environment gives: "
         f"{_list(observation_keys)}. Name its arguments after these keys, or let it take one "
         "argument named 'tensordict', or wrap it in "
         "tensordict.nn.TensorDictModule(policy, in_keys=..., out_keys=...)"
     )
-
-
-def _name(policy: Any) -> str:
-    return getattr(policy, "__name__", None) or type(policy).__name__
 
 
 def _list(keys: Sequence[Key]) -> str:

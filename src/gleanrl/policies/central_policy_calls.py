@@ -78,6 +78,7 @@ class JointPolicy:
         """Return the policy of one rollout; for the arguments see `make_policy`."""
         env = contract.layout
         assert env is not None
+        layout = replace(env, batch_shape=env.batch_shape[1:])
         if options.cudagraph_policy:
             self._captured.append(env.batch_shape[0])
             total = sum(self._captured)
@@ -87,7 +88,7 @@ class JointPolicy:
             if not isinstance(called, ProgramPolicy):
                 return called
             _check_delivered(called.signature)
-            self._called, self._layout = called, _without_batch(env)
+            self._called, self._layout = called, layout
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)
             if can_stage(called.device):
@@ -100,7 +101,7 @@ class JointPolicy:
             self._names = {key[0] for key in (*trace.whole.visible, *trace.whole.writes)}
             flags = (key for group in env.dones for key in group.keys())
             self._shown = {*flags, *_root_entries(called, env)}
-        elif _without_batch(env) != (first := self._layout):
+        elif layout != (first := self._layout):
             difference = first_difference(
                 (*env.observations, *env.actions, *env.rewards),
                 (*first.observations, *first.actions, *first.rewards),
@@ -282,10 +283,6 @@ def _check_delivered(signature: PolicySignature) -> None:
         raise PolicyError(
             f"{why}, which asynchronous central inference does not deliver; use inference='workers'"
         )
-
-
-def _without_batch(env: EnvLayout) -> EnvLayout:
-    return replace(env, batch_shape=env.batch_shape[1:])
 
 
 def _rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[Any]:
