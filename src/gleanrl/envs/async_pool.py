@@ -16,12 +16,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_writers import VectorReset
 from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.vector import (
-    EnvPoolResets,
-    VectorAdapter,
-    VectorResets,
-    is_envpool,
-)
+from gleanrl.envs.vector import EnvPoolResets, VectorAdapter, VectorResets, is_envpool
 
 
 class AsyncPool(VectorAdapter):

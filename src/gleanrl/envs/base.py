@@ -373,10 +373,7 @@ class EnvBase(nn.Module, abc.ABC):
         return data
 
     def _begin(
-        self,
-        root: TensorDictBase,
-        before: TensorDictBase | None,
-        masks: Mapping[Key, torch.Tensor],
+        self, root: TensorDictBase, before: TensorDictBase | None, masks: Mapping[Key, torch.Tensor]
     ) -> None:
         """Add the entries of environments that were not reset, and check that the others begin."""
         for prefix in {key[:-1] for key in masks}:

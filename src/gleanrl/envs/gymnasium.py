@@ -294,10 +294,7 @@ def check_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                 )
 
 
-_CALL_CHECKS = (
-    remembered(gym.wrappers.OrderEnforcing),
-    remembered(gym.wrappers.PassiveEnvChecker),
-)
+_CALL_CHECKS = (remembered(gym.wrappers.OrderEnforcing), remembered(gym.wrappers.PassiveEnvChecker))
 
 
 def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:

@@ -96,9 +96,7 @@ _TREATMENTS = {
     **_each(Treatment(alone=True), "_action DiscreteActionProjection"),
     **_each(Treatment(stateful=True), "_misc TimeMaxPool", "_observation CatFrames"),
     **_each(
-        Treatment(stateful=True, counts_others=True),
-        "_normalization VecNorm",
-        "vecnorm VecNormV2",
+        Treatment(stateful=True, counts_others=True), "_normalization VecNorm", "vecnorm VecNormV2"
     ),
     **_each(Treatment(("_reset",)), "_env TrajCounter"),
     **_each(Treatment(("_step", "_reset"), alone=True), "_action ActionMask"),
@@ -243,12 +241,7 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _call(
-    call: Phase,
-    before: Entries,
-    data: Entries,
-    batch: tuple[int, ...],
-) -> Entries:
+def _call(call: Phase, before: Entries, data: Entries, batch: tuple[int, ...]) -> Entries:
     """Call ``call`` on copies; return its results, in memory of their own."""
     copies = [{key: value.clone() for key, value in part.items()} for part in (before, data)]
     out = call(*(_tensordict(part, batch) for part in copies))

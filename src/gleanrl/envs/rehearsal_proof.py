@@ -26,13 +26,7 @@ from gleanrl.envs.rehearsal_stand_ins import Tape, TapedWorker
 from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_members import FLAGS
-from gleanrl.envs.torchrl_parts import (
-    Parts,
-    keep_nothing,
-    parts_of,
-    tensors_of,
-    twin_of,
-)
+from gleanrl.envs.torchrl_parts import Parts, keep_nothing, parts_of, tensors_of, twin_of
 from gleanrl.envs.torchrl_rows import TransformedRows
 
 _STEPS = 10

@@ -179,9 +179,7 @@ def make_vector(env: Any, options: SourceOptions) -> VectorAdapter:
     # some of Gymnasium's own refuse the mask or lose it on the way.
     known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
     resets = VectorResets(
-        env,
-        in_step=mode is AutoresetMode.SAME_STEP,
-        singly=known or mode is AutoresetMode.DISABLED,
+        env, in_step=mode is AutoresetMode.SAME_STEP, singly=known or mode is AutoresetMode.DISABLED
     )
     device = tensor_device(resets.begin())
     if device is not None and mode is AutoresetMode.SAME_STEP:

@@ -141,11 +141,7 @@ class Actions:
     """
 
     def __init__(
-        self,
-        space: gym.Space[Any],
-        envs: int,
-        categorical: bool,
-        batched: bool = False,
+        self, space: gym.Space[Any], envs: int, categorical: bool, batched: bool = False
     ) -> None:
         """Read the action space of one of ``envs`` environments.
 

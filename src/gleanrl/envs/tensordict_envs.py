@@ -19,15 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import (
-    NEXT,
-    Key,
-    NestedKey,
-    as_key,
-    format_key,
-    is_private,
-    outermost,
-)
+from gleanrl.core.keys import NEXT, Key, NestedKey, as_key, format_key, is_private, outermost
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, first_difference
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.specs import Composite

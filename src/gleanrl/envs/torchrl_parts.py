@@ -277,9 +277,7 @@ def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
 _UNLIKE = "the transforms of its members have other settings from member to member"
 
 
-def _led(
-    chain: tuple[nn.Module, ...],
-) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+def _led(chain: tuple[nn.Module, ...]) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """Return the first transforms of a chain, which step the environment, and the others."""
     others = (i for i, part in enumerate(chain) if not treatment(type(part)).leads)
     count = next(others, len(chain))

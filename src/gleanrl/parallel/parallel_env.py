@@ -12,13 +12,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.by_value import ByValue
-from gleanrl.core.errors import (
-    ClosedError,
-    CollectorTimeout,
-    ConfigError,
-    WorkerDied,
-    for_users,
-)
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied, for_users
 from gleanrl.core.keys import Key
 from gleanrl.core.options import GymOptions, check_callables, check_int, seconds
 from gleanrl.core.retry_limits import read_retry_limit

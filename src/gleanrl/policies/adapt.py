@@ -115,11 +115,7 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
         return Adapted(policy, in_keys, out_keys, counts)
     more = (STEP_COUNT,) if counts else ()
     call = _tensor_call(
-        policy,
-        parameters,
-        (*contract.observed, *more),
-        contract.acted,
-        (*contract.infos, *more),
+        policy, parameters, (*contract.observed, *more), contract.acted, (*contract.infos, *more)
     )
     return Adapted(call, call.in_keys, None, counts)
 

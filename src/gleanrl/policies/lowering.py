@@ -445,12 +445,7 @@ class _Recording:
                 self._cells[key].copy_(value)
 
     def _try_equal(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Any],
-        trial: int,
+        self, module: Any, reads: Sequence[Key], written: Written, calls: Sequence[Any], trial: int
     ) -> None:
         own = OwnStream()
         td = TensorDict({}, batch_size=self._policy.batch_shape)

@@ -144,11 +144,7 @@ def make_actor(policy: Any, contract: EnvContract, options: SourceOptions) -> Ac
     adapted, signature = learn(policy, contract, given, options)
     call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
-        call,
-        signature if lower else None,
-        contract.layout.batch_shape,
-        device,
-        shows_device=named,
+        call, signature if lower else None, contract.layout.batch_shape, device, shows_device=named
     )
     return signed_actor(policy, on_tensordict, signature, contract, away)
 

@@ -11,11 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    TensorDictModuleBase,
-    set_interaction_type,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase, set_interaction_type
 from torch import distributions as D
 from torch import nn
 from torch.nn.parameter import is_lazy

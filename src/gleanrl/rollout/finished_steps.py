@@ -14,15 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError, PolicyError
-from gleanrl.core.keys import (
-    NEXT,
-    STEP_COUNT,
-    TRUNCATED,
-    Key,
-    as_key,
-    format_key,
-    next_key,
-)
+from gleanrl.core.keys import NEXT, STEP_COUNT, TRUNCATED, Key, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
@@ -121,10 +113,7 @@ def expect(
         stored=stored,
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
-        ignored=(
-            *map(next_key, left_out),
-            *(key for key in actor.provided if key == STEP_COUNT),
-        ),
+        ignored=(*map(next_key, left_out), *(key for key in actor.provided if key == STEP_COUNT)),
     )
 
 

@@ -15,15 +15,7 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import EnvError, note
-from gleanrl.core.keys import (
-    DONE,
-    MASK,
-    POLICY_VERSION,
-    STEP_COUNT,
-    TRAJ_IDS,
-    Key,
-    next_key,
-)
+from gleanrl.core.keys import DONE, MASK, POLICY_VERSION, STEP_COUNT, TRAJ_IDS, Key, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -153,11 +145,7 @@ class PoolLoop(EnvLoop):
     collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
 
     def __init__(
-        self,
-        pool: NextStepPool,
-        first: Window,
-        policy: Policy,
-        options: SourceOptions,
+        self, pool: NextStepPool, first: Window, policy: Policy, options: SourceOptions
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `EnvLoop`."""
         # Raw steps, of which some are no transitions, are followed by `ResetTracker`.

@@ -25,12 +25,7 @@ from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.rows_or_tensordict import Made, make_env
 from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
-from gleanrl.envs.tensordict_envs import (
-    TensorDictHandle,
-    learn_layout,
-    needs_carrier,
-    spec_leaves,
-)
+from gleanrl.envs.tensordict_envs import TensorDictHandle, learn_layout, needs_carrier, spec_leaves
 from gleanrl.envs.torchrl_rows import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.central_policy_calls import JointPolicy

@@ -40,12 +40,7 @@ class StepLog:
     """
 
     def __init__(
-        self,
-        fields: Sequence[Field],
-        shifted: Sequence[Key],
-        envs: int,
-        steps: int,
-        keep: int,
+        self, fields: Sequence[Field], shifted: Sequence[Key], envs: int, steps: int, keep: int
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 

@@ -17,15 +17,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import EnvError, note
-from gleanrl.core.keys import (
-    IS_INIT,
-    NEXT,
-    TRUNCATED,
-    as_key,
-    format_key,
-    is_private,
-    next_key,
-)
+from gleanrl.core.keys import IS_INIT, NEXT, TRUNCATED, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -38,12 +30,7 @@ from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.delivered_fields import DeliveredFields, check_options, end_groups
 from gleanrl.rollout.episode_tracker import Tracker
-from gleanrl.rollout.finished_steps import (
-    DECLARE_TRUNCATED,
-    StepRecorder,
-    expect,
-    shown_entries,
-)
+from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, StepRecorder, expect, shown_entries
 from gleanrl.rollout.source import BaseSource, explanation
 
 

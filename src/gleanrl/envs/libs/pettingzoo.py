@@ -394,11 +394,7 @@ class _Agents:
     """One group of every game: agents with the same observation and action spaces."""
 
     def __init__(
-        self,
-        name: str,
-        agents: Sequence[str],
-        games: Sequence[_Game],
-        options: _Options,
+        self, name: str, agents: Sequence[str], games: Sequence[_Game], options: _Options
     ) -> None:
         """Read the spaces of ``agents``; ``games`` were reset."""
         self.name, self.agents = name, tuple(agents)
