@@ -8,7 +8,6 @@ there, and in all other phases, a transform is called as it is.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.operations.op_recorder import OpRecorder, Unknown
-from gleanrl.operations.proofs import qualified
 
 Entries = dict[Key, torch.Tensor]
 Phase = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -71,10 +69,10 @@ class Treatment:
         return self.stateful or (bool(self.called) and not self.lives)
 
 
-def _each(treated: Treatment, *modules: str) -> dict[str, Treatment]:
-    """Return transforms by full name; ``"_clip ClipTransform ExpandAs"``: two of one module."""
-    split = (module.split() for module in modules)
-    return {f"{home}.{name}": treated for home, *names in split for name in names}
+def _each(treated: Treatment, *modules: str) -> dict[tuple[str, str], Treatment]:
+    """Return transforms by module and name; ``"_clip ClipTransform ExpandAs"``: two of one."""
+    split = (f"torchrl.envs.transforms.{module}".split() for module in modules)
+    return {(home, name): treated for home, *names in split for name in names}
 
 
 _TREATMENTS = {
@@ -105,13 +103,13 @@ _TREATMENTS = {
 }
 
 
-@functools.cache
-def treatment(kind: type) -> Treatment:
-    """Return how transforms of a class of TorchRL's are stepped, or raise `Unproven`."""
-    name = qualified(kind).removeprefix("torchrl.envs.transforms.")
-    if name not in _TREATMENTS:
+def treatment(transform: Any) -> Treatment:
+    """Return how a transform of TorchRL's is stepped, or raise `Unproven`."""
+    kind = type(transform)
+    found = _TREATMENTS.get((kind.__module__, kind.__qualname__))
+    if found is None:
         raise Unproven(f"{kind.__name__} is not known to depend on the data of one step alone")
-    return _TREATMENTS[name]
+    return found
 
 
 # -- recording -------------------------------------------------------------------------------------

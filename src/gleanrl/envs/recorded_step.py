@@ -173,7 +173,7 @@ def _besides_settings(parts: Parts) -> list[Any]:
     Calls keep alive what lies in `Parts.places`, so tensors that replace it lie elsewhere. An
     attribute that an environment gets may hide that by which lives are found.
     """
-    lives: list[Any] = [part for part in parts.transforms if treatment(type(part)).lives]
+    lives: list[Any] = [part for part in parts.transforms if treatment(part).lives]
     hidden = [part.eol_attribute[0] in vars(env) for part in lives for env in parts.envs]
     return [parts.places, hidden, [member.wrapper_frame_skip for member in parts.members]]
 
@@ -196,12 +196,12 @@ def _phases(parts: Parts, name: str) -> Iterable[Method]:
         only: list[Any] | None = None
         if name == "_inv_call":
             only = [*part.in_keys_inv, *part.out_keys_inv]
-        elif treatment(type(part)).lives and parts.members:
+        elif treatment(part).lives and parts.members:
             part, lives, read = with_lives(part, parts)
             outside = [(lives, read)]
-        elif name in treatment(type(part)).called:
+        elif name in treatment(part).called:
             trial, only = _trial(part, theirs, name), [*part.in_keys, *part.out_keys, "_reset"]
-        elif treatment(type(part)).stateful:
+        elif treatment(part).stateful:
             trial = _copied_phase(part, theirs, name)
             state = [one for each in theirs or [part] for one in tensors_of(each)]
             state = [one for one in state if one.dtype is not torch.bool]

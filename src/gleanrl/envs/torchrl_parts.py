@@ -108,7 +108,7 @@ class Parts:
     @property
     def stateful(self) -> list[nn.Module]:
         """The transforms that have a state."""
-        return [one for one in self._holders if treatment(type(one)).stateful]
+        return [one for one in self._holders if treatment(one).stateful]
 
     @property
     def places(self) -> list[int]:
@@ -164,7 +164,7 @@ def kept_rows(parts: Parts) -> dict[Key, torch.Tensor]:
 def keep_nothing(parts: Parts) -> bool:
     """Tell whether an environment of ``parts`` is like new after a reset, if its members are."""
     each = chain(parts.transforms, *parts.leading)
-    return bool(parts.members) and all(treatment(type(one)) == Treatment() for one in each)
+    return bool(parts.members) and all(treatment(one) == Treatment() for one in each)
 
 
 def is_counter(transform: Any) -> bool:
@@ -196,7 +196,7 @@ def parts_of(env: Any) -> Parts:
     ends = [(base, ())] if single else list(map(_peeled, _members(base)))
     members, shells = (tuple(part) for part in zip(*ends, strict=True))
     chains = [around] if single else list(map(_chain_of, shells))
-    alone = sorted({type(part).__name__ for part in chains[0] if treatment(type(part)).alone})
+    alone = sorted({type(part).__name__ for part in chains[0] if treatment(part).alone})
     if alone and not single:
         raise Unproven(
             f"each member draws numbers, or has a spec, of its own in {', '.join(alone)}"
@@ -211,9 +211,7 @@ def parts_of(env: Any) -> Parts:
     gym_envs = tuple(member._env for member in members)
     wide, inside = _around_all(members, shells[0]) if own[0] else (None, ())
     transforms = (*inside, *around)
-    theirs = [
-        each if treatment(type(each[0])).acts_for_one else () for each in zip(*own, strict=True)
-    ]
+    theirs = [each if treatment(each[0]).acts_for_one else () for each in zip(*own, strict=True)]
     stands_for = (*theirs, *((),) * len(around))
     parts = Parts(base, shells, members, gym_envs, wholes, own, wide, transforms, stands_for, leads)
     for one in parts.envs:
@@ -236,7 +234,7 @@ def _require_masked_resets(around: Sequence[nn.Module]) -> None:
     only if they are the memory of the batch.
     """
     for part in around:
-        if treatment(type(part)).counts_others:
+        if treatment(part).counts_others:
             kind = type(part).__name__
             raise Unproven(f"{kind} counts members that a partial reset leaves alone")
 
@@ -270,7 +268,7 @@ def ordinary_parallel_env(env: Any) -> Any:
 
 def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
     for part in transforms:
-        if treatment(type(part)).leads:
+        if treatment(part).leads:
             raise Unproven(f"{type(part).__name__} is not the first transform of one environment")
 
 
@@ -279,7 +277,7 @@ _UNLIKE = "the transforms of its members have other settings from member to memb
 
 def _led(chain: tuple[nn.Module, ...]) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """Return the first transforms of a chain, which step the environment, and the others."""
-    others = (i for i, part in enumerate(chain) if not treatment(type(part)).leads)
+    others = (i for i, part in enumerate(chain) if not treatment(part).leads)
     count = next(others, len(chain))
     return chain[:count], chain[count:]
 
@@ -309,7 +307,7 @@ def _require_alike(own: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def _settings(part: nn.Module) -> tuple[type, dict[str, Any]]:
-    held = {} if treatment(type(part)).acts_for_one else vars(part)
+    held = {} if treatment(part).acts_for_one else vars(part)
     return type(part), {name: value for name, value in held.items() if name not in _NO_SETTINGS}
 
 
@@ -346,7 +344,7 @@ def _chain(transform: Any) -> Iterator[nn.Module]:
         for part in transform.transforms:
             yield from _chain(part)
         return
-    treatment(type(transform))
+    treatment(transform)
     if _is_primer(transform):
         first: Any = transform.default_value
         if any(map(callable, [first, *(first.values() if isinstance(first, dict) else ())])):
