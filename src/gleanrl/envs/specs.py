@@ -107,7 +107,8 @@ class TensorSpec:
                 "because only their workers know these: collect with inference='workers', or act "
                 "by a policy that keeps to them"
             )
-        return self._drawn((*_size(shape), *self.shape))
+        lead = (shape,) if isinstance(shape, int) else shape
+        return self._drawn((*lead, *self.shape))
 
     def _drawn(self, size: Sequence[int]) -> torch.Tensor:
         """Draw values; ``size`` ends with `shape`."""

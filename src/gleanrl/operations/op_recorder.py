@@ -41,22 +41,16 @@ def array_of(tensor: torch.Tensor) -> Array | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Memory of one entry of a step, as rows of environments."""
+def as_rows(value: torch.Tensor, batch_dims: int) -> Any:
+    """Return ``value``, with ``batch_dims`` batch dimensions, as rows of environments ``[P, ...]``.
 
-    tensor: torch.Tensor
-    """``[P, ...]``."""
-    array: Array | None
-    """The same memory as an array, ``None`` where there can be none."""
-
-    @classmethod
-    def of(cls, value: torch.Tensor, batch_dims: int) -> Slot:
-        """See a value with ``batch_dims`` batch dimensions as rows."""
-        tensor = value.unsqueeze(0) if batch_dims == 0 else value
-        if batch_dims > 1:
-            tensor = value.view(-1, *value.shape[batch_dims:])
-        return cls(tensor, array_of(tensor))
+    They are an array over the same memory, or a tensor where there can be none.
+    """
+    tensor = value.unsqueeze(0) if batch_dims == 0 else value
+    if batch_dims > 1:
+        tensor = value.view(-1, *value.shape[batch_dims:])
+    array = array_of(tensor)
+    return tensor if array is None else array
 
 
 @dataclass(slots=True)

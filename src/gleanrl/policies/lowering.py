@@ -30,7 +30,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.operations.change_watch import Watch, equal
-from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, Slot, require
+from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, as_rows, require
 from gleanrl.operations.proofs import (
     functions_are_genuine,
     is_genuine,
@@ -78,11 +78,11 @@ _BOUNDED = {f"torchrl.data.tensor_specs.{name}" for name in ("Bounded", "Bounded
 class Program:
     """Units of a policy for one exploration type, ready to be replayed."""
 
-    inputs: dict[Key, Slot]
+    inputs: dict[Key, Any]
     """Entries that are read: fill them before a replay."""
     reads: Written
     """The same in the shape that modules see."""
-    values: dict[Key, Slot]
+    values: dict[Key, Any]
     """Every entry after a replay."""
     written: Written
     """Those that a replay writes, as the units would have."""
@@ -221,8 +221,8 @@ class _Recording:
             self._written.update(written)
         if not self._units:
             return None
-        inputs = {key: Slot.of(value, dims) for key, value in self._used.items()}
-        values = {key: Slot.of(value, dims) for key, value in self._cells.items()}
+        inputs = {key: as_rows(value, dims) for key, value in self._used.items()}
+        values = {key: as_rows(value, dims) for key, value in self._cells.items()}
         return Program(
             inputs, self._used, values, self._written, ops.calls(), ops.checks, self._units
         )

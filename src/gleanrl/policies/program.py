@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -24,7 +25,6 @@ from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.device_staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root, nest
 from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
-from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.lowering import Lowered, Lowering, Program, check_unchanged, is_like
@@ -148,9 +148,9 @@ class ProgramPolicy:
 
 
 class _ProgramOverRows:
-    """Copies root rows into the slots of a program, replays its calls, copies results out.
+    """Copies root rows into a program's entries, replays its calls, copies results out.
 
-    Where numpy has the dtype of a slot, a row is one copy of an array.
+    Where numpy has the dtype of an entry, a row is one copy of an array.
     """
 
     def __init__(self, env: EnvLayout, signature: PolicySignature) -> None:
@@ -166,15 +166,22 @@ class _ProgramOverRows:
     def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
         self.program, self._calls = program, program.calls
-        inputs = [(key, slot) for key, slot in program.inputs.items() if key in self._roots]
-        self._loads = [(_held(slot), _rows(window, key, slot)) for key, slot in inputs]
-        values = program.values
-        outputs = [(field.key, values[field.key]) for field in self._outputs]
-        self._stores = [(_rows(window, key, slot), _held(slot)) for key, slot in outputs]
+        self._loads, self._stores = [], []  # `__class__` is no call, in every rollout
+        for key, held in program.inputs.items():
+            if key in self._roots:
+                rows = window.rows if held.__class__ is np.ndarray else window.tensor_rows
+                self._loads.append((held, rows(key)))
+        for field in self._outputs:
+            held = program.values[field.key]
+            rows = window.rows if held.__class__ is np.ndarray else window.tensor_rows
+            self._stores.append((rows(field.key), held))
         for key in self._states:  # that after step ``t`` is read at ``t + 1``
-            after = values[next_key(key)]
-            rows = (*_rows(window, key, after)[1:], *_rows(next_root, key, after))
-            self._stores.append((rows, _held(after)))
+            held = program.values[next_key(key)]
+            if held.__class__ is np.ndarray:
+                after: Any = window.rows(key)[1:] + next_root.rows(key)
+            else:
+                after = *window.tensor_rows(key)[1:], *next_root.tensor_rows(key)
+            self._stores.append((after, held))
         for check in program.checks:
             check.begin()
 
@@ -189,15 +196,6 @@ class _ProgramOverRows:
     def finish(self) -> None:
         for check in self.program.checks:
             check.finish()
-
-
-def _held(slot: Slot) -> Any:
-    return slot.tensor if slot.array is None else slot.array
-
-
-def _rows(window: Window, key: Key, slot: Slot) -> Sequence[Any]:
-    """Return the rows of an entry, of the same kind as what `_held` returns."""
-    return window.tensor_rows(key) if slot.array is None else window.rows(key)
 
 
 # -- on a TensorDict -------------------------------------------------------------------------------
