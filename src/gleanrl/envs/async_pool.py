@@ -132,8 +132,7 @@ def _drawn_seed() -> int:
 def is_async_pool(env: Any) -> bool:
     """Tell whether ``env`` answers for some of its environments at a time.
 
-    Raises:
-        ConfigError: it is a wrapper around one that does: it would not know whose results it gets.
+    A wrapper around one that does is refused: it would not know whose results it gets.
     """
     if is_envpool(env):
         return bool(env.is_async)

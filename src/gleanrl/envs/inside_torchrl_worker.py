@@ -70,9 +70,7 @@ class _Called:
 def _told(base: Any, channel: Any, value: _Called) -> str:
     """Return the text of ``value`` in the worker at the other end of ``channel``.
 
-    Raises:
-        ConnectionError, EOFError: it ended.
-        TimeoutError: it did not answer in the time that TorchRL gives it.
+    `TimeoutError` if it does not answer in the time that TorchRL gives it.
     """
     channel.send((_STR, ((value,), {})))
     if not channel.poll(base.BATCHED_PIPE_TIMEOUT):

@@ -101,11 +101,7 @@ class EnvRows(Resumable):
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``.
-
-        Raises:
-            ConfigError: a method was replaced where rows do not notice.
-        """
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         if self.face is not None and not self.face.is_face():
             raise ConfigError(
                 f"a method of {self.inner!r:.100} was replaced after the collector was built, "

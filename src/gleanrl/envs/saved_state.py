@@ -50,9 +50,7 @@ _ABSENT: Any = type("_Absent", (), {})()
 def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
     """Return the state of an environment, or of a list of them, which errors call ``at``.
 
-    Raises:
-        StateError: names a part whose state cannot be saved.
-        NeedsPickle: names a part that can only be pickled.
+    `StateError` names a part whose state cannot be saved, `NeedsPickle` one only for pickle.
     """
     return Saver(allow_pickle).save(value, at)
 
@@ -60,10 +58,7 @@ def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
 def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
     """Load a state from `save_state` into environments that were made alike; return them.
 
-    Nothing changes before all parts were read.
-
-    Raises:
-        StateError: it does not fit; the environments have to be reset.
+    Nothing changes before all parts were read. After a `StateError`, environments must be reset.
     """
     loader = Loader(allow_pickle)
     try:

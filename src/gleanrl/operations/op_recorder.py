@@ -265,10 +265,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         """Run ``func``, and record it if its result may differ at the next step.
 
-        Raises:
-            Unknown: it reads a tensor that is neither known to change nor a constant nor made under
-                this recorder, or it writes to one that was not made here, or to a constant that a
-                recorded call reads.
+        `Unknown` if it reads a tensor that is neither known to change nor a constant nor made under
+        this recorder, or writes to one that was not made here, or to a constant that a recorded
+        call reads.
         """
         kwargs = kwargs or {}
         if _name(func).startswith(_EACH):

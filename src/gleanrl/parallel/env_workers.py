@@ -186,9 +186,7 @@ class EnvWorkers:
     def take_answers(self, seconds: float | None = None) -> None:
         """Wait for answers, at most ``seconds``, and give them to their groups.
 
-        Raises:
-            WorkerDied: a worker ended.
-            CollectorTimeout: a step took longer than the timeout.
+        `WorkerDied` or `CollectorTimeout` if a worker ended, or its step took too long.
         """
         self._check_usable()
         look = _SOON_MS if self.coming else _LOOK_MS

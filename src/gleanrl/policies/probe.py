@@ -272,8 +272,7 @@ class PolicySignature:
     def check_needs_nothing_back(self) -> None:
         """Check that the policy writes nothing that only its next call can read.
 
-        Raises:
-            PolicyError: it does, for an asynchronous pool, which gives nothing back.
+        An asynchronous pool gives nothing back.
         """
         modules = modules_of(self.trace.whole.module)
         declare = (m for m in modules if isinstance(m, TensorDictModuleBase))
@@ -539,9 +538,8 @@ def _primed(
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the states that modules describe by primers, as TorchRL's do.
 
-    Raises:
-        PolicyError: the policy may read an entry of a primer that the environment does not give,
-            and it is no state, or an episode begins with another value of it than zeros.
+    `PolicyError` if the policy may read an entry of a primer that the environment does not give,
+    and it is no state, or an episode begins with another value of it than zeros.
     """
     shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     for module in modules_of(policy):

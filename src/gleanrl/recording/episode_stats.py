@@ -83,12 +83,9 @@ class EpisodeStats:
         self._done = [done]
 
     def update(self, batch: TensorDictBase) -> None:
-        """Add a batch ``[T]`` or ``[..., T]`` of a collector.
+        """Add a batch ``[T]`` or ``[..., T]`` of a collector, which must have end flags.
 
         Without trajectory ids every row is one environment, the same in every batch.
-
-        Raises:
-            ConfigError: the batch has no end flags.
         """
         steps = batch.shape[-1]
         rewards = _rewards(batch).reshape(-1, steps)
@@ -173,9 +170,8 @@ def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
 def total(dataset: Dataset) -> EpisodeStats | None:
     """Add up the episodes of a dataset, a bounded number of frames at a time.
 
-    Returns:
-        ``None`` if the data have no rewards or no end flags, or if rows of several environments
-        have no trajectory ids.
+    ``None`` if the data have no rewards or no end flags, or if rows of several environments have no
+    trajectory ids.
     """
     keys = dataset.keys()
     ends = end_keys(keys)

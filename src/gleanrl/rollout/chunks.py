@@ -160,8 +160,7 @@ class Chunks:
     def _in_order(self, envs: Array) -> tuple[Array, Array, Array]:
         """Return the order by environment, and by time within each.
 
-        Returns:
-            The order; the sorted ``envs``; where in these each environment begins.
+        Also returns the sorted ``envs``, and where in these each environment begins.
         """
         # Numpy sorts numbers of 16 bits in a fraction of the time.
         narrow = envs.astype(np.int16) if self._envs < 1 << 15 else envs
@@ -221,8 +220,7 @@ class Chunks:
     def deliver(self, window: Window) -> tuple[Array, Array]:
         """Move the oldest ``M`` full chunks into ``window``.
 
-        Returns:
-            The environment of each row, ``[M]``, and the policy version of each step, ``[M, T]``.
+        Returns the environment of each row, ``[M]``, and the policy version of each step.
         """
         delivered = [self.full.popleft() for _ in range(self._width)]
         self._free += delivered

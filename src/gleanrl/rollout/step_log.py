@@ -209,8 +209,7 @@ class StepLog:
     def trim(self) -> tuple[Array, int]:
         """Trim left-over steps to fit, at the cost of environments that are too far ahead.
 
-        Returns:
-            The environments whose left-over steps were all discarded, and how many steps that were.
+        Returns those whose left-over steps were all discarded, and how many steps that were.
         """
         last = self._keep + self._taken
         pending = self._pending[self._oldest_left : last]

@@ -167,11 +167,7 @@ class Pixels(gym.ObservationWrapper[Any, Any, Any]):
     """Shows rendered images as ``"pixels"``, alone or together with the observation."""
 
     def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
-        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode.
-
-        Raises:
-            ConfigError: the environment does not render arrays.
-        """
+        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode."""
         super().__init__(env)
         self._only = only
         self._first: tuple[Any, dict[str, Any]] | None = env.reset()
