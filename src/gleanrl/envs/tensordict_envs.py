@@ -221,7 +221,7 @@ class EndFlags:
         self._envs = math.prod(batch)
         # Asking a single flag is five times as fast as asking any of several.
         probe = {
-            key: bool if locked and math.prod(shape) == 1 else torch.Tensor.any
+            key: bool if locked and math.prod(shape) == 1 else torch.any
             for key, shape in self._shapes.items()
         }
         self._probes = tuple(
