@@ -240,14 +240,36 @@ def test_trained_weights_that_never_reach_the_policy_of_a_factory_are_a_warning(
     collector.shutdown()
 
 
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_lazy_layers_of_a_factory_get_the_weights_of_the_learner_after_their_first_call(kind):
+    def lazy():
+        return TensorDictModule(nn.LazyLinear(1), ["observation"], ["action"])
+
+    layer = nn.Linear(3, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.constant_(layer.bias, 0.5)
+    collector = kind(
+        "Pendulum-v1",
+        TensorDictModule(layer, ["observation"], ["action"]),
+        num_workers=2,
+        inference="central",
+        policy_factory=lazy,
+        policy_process=False,
+        frames_per_batch=4,
+        total_frames=4,
+    )
+    assert collector.next()["action"].unique().tolist() == [0.5]
+    collector.shutdown()
+
+
 def test_a_factory_whose_policy_cannot_take_the_weights_is_an_error():
-    with pytest.raises(WeightsError, match="made a function"):
+    with pytest.raises(WeightsError, match="is a function, not an nn.Module"):
         MultiSyncCollector(
             "Pendulum-v1",
             constant(0.0),
             num_workers=1,
             inference="central",
-            policy_factory=lambda: lambda data: data,
+            policy_factory=lambda: lambda observation: observation[..., :1],
             frames_per_batch=4,
         )
 

@@ -630,6 +630,7 @@ def test_a_creator_travels_by_value():
     ("make", "message"),
     [
         (lambda: EnvCreator("CartPole-v1"), "must be callable"),
+        (lambda: EnvCreator(None), "must be callable"),
     ],
 )
 def test_wrong_creators_are_named(make, message):

@@ -21,7 +21,7 @@ from gleanrl.collectors.arguments import (
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
 from gleanrl.core.affinity import Processors, read_affinity
-from gleanrl.core.errors import ConfigError, WeightsError
+from gleanrl.core.errors import ConfigError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -31,7 +31,6 @@ from gleanrl.parallel.parallel_env import ParallelEnv
 from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.rollout.source_builder import SourceBuilder, on_device
 from gleanrl.transport.central_inference import CallSizes
-from gleanrl.weights.module_weights import load_weights, weights_of
 
 _WHY_NOT: Mapping[str, str] = {
     "collector_class": "workers have no collector of their own",
@@ -187,10 +186,8 @@ def central_plan(
     in_workers = (*_STORING, "num_envs", "create_env_kwargs", "on_env_error")
     dealt = {name: usual[name] for name in in_workers}
     make, policy = arguments["policy_factory"], arguments["policy"]
-    acting = policy
-    if make is not None:  # all groups have one policy
-        acting = _made(make, policy)
-        dealt |= {"policy": acting if policy is None else policy, "policy_factory": None}
+    acting = policy if make is None else make()  # all groups have one policy
+    dealt |= {"policy": acting if policy is None else policy, "policy_factory": None}
     arguments = {**arguments, **dealt}
     acting = on_device(
         acting, read_device("policy_device", arguments["policy_device"] or arguments["device"])
@@ -203,6 +200,7 @@ def central_plan(
         central=sharing,
         acting=acting if sync else JointPolicy(acting, arguments["max_batch_size"]),
     )
+    plan.starts_with_learners = make is not None and isinstance(policy, nn.Module)
     if sync:
         plan.batches = replace(plan.batches, cat=0)
         return plan
@@ -215,19 +213,6 @@ def central_plan(
         plan.batches = replace(plan.batches, joined=frames // (steps * each))
         plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
-
-
-def _made(make: Callable[[], Any], policy: Any) -> Any:
-    """Return the policy of a factory, with the weights of the learner's ``policy``, if any."""
-    made = make()
-    if isinstance(policy, nn.Module) and (weights := weights_of(policy)):
-        if not isinstance(made, nn.Module):
-            raise WeightsError(
-                f"policy_factory made a {type(made).__name__}, not an nn.Module: it cannot take "
-                "the weights of policy="
-            )
-        load_weights(made, weights)
-    return made
 
 
 def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:

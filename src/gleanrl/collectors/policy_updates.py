@@ -15,11 +15,12 @@ from gleanrl.collectors.controls import one_of
 from gleanrl.collectors.update_schedule import NothingSent, WeightSchedule
 from gleanrl.collectors.weight_update import WeightUpdaterBase
 from gleanrl.collectors.worker_plan import WorkerPlan
+from gleanrl.core import messages as m
 from gleanrl.core.errors import ArgumentTypeError, ConfigError, UnknownModelError
 from gleanrl.engine.engine import Engine
 from gleanrl.engine.weight_delivery import Models, WeightDelivery
 from gleanrl.watch.watching import Watching
-from gleanrl.weights.module_weights import PolicyVersion, Shapes
+from gleanrl.weights.module_weights import PolicyVersion, Shapes, weights_of
 from gleanrl.weights.sync_schemes import WeightSyncScheme
 
 
@@ -57,6 +58,8 @@ class PolicyUpdates:
                 keep=plan.relaunches is not None,
             )
         )
+        if plan.starts_with_learners and (weights := weights_of(plan.policy)):
+            self._engine.ask(m.Load(m.Snapshot(0, {"policy": weights})))
         for model_id in schemes or ():
             if model_id != "policy":  # a name that is not found would be ignored
                 self.models.shapes(model_id)

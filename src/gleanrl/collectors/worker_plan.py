@@ -43,6 +43,9 @@ _ENV_BYTES, _WORKER_BYTES = 5_000, 20_000_000
 class WorkerPlan:
     """The arguments of a collector, read and dealt out to its workers, before these start."""
 
+    starts_with_learners = False
+    """Whether a policy that a factory made in this process starts with the learner's weights."""
+
     def __init__(
         self,
         arguments: Arguments,

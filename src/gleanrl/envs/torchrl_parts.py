@@ -187,7 +187,7 @@ def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def parts_of(env: Any) -> Parts:
-    """Take ``env`` apart, unchanged; `Unproven` if it is or does more than known classes do."""
+    """Take ``env`` apart, unchanged; `Unproven` if it is not known classes with known settings."""
     base, wholes = _peeled(env)
     around = _chain_of(wholes)
     if qualified(type(base)) == _PARALLEL:

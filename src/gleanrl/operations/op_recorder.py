@@ -482,7 +482,7 @@ def _elementwise(
     name: str, args: tuple[Any, ...], kwargs: Any, result: Any
 ) -> Callable[[], Any] | None:
     """Return an operation as a numpy call over the same memory, ``None`` where there is none."""
-    if name == "pow" and args[1] == 2:
+    if name == "pow" and not isinstance(args[1], torch.Tensor) and args[1] == 2:
         name, args = "square", args[:1]
     if name == "rsub":
         name, args = "sub", (args[1], args[0])

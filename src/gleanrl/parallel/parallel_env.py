@@ -14,7 +14,7 @@ from gleanrl.core import messages as m
 from gleanrl.core.by_value import ByValue
 from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied, for_users
 from gleanrl.core.keys import Key
-from gleanrl.core.options import GymOptions, check_callables, check_int, seconds
+from gleanrl.core.options import GymOptions, check_int, seconds
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
@@ -434,7 +434,8 @@ class EnvCreator:
         Raises:
             ConfigError: ``create_env_fn`` cannot be called.
         """
-        check_callables(create_env_fn=create_env_fn)
+        if not callable(create_env_fn):
+            raise ConfigError(f"create_env_fn ({create_env_fn!r:.100}) must be callable")
         self._make = create_env_fn
         self._kwargs = dict(create_env_kwargs or {})
         self._meta_data: EnvMetaData | None = None

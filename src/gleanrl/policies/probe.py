@@ -301,7 +301,8 @@ def learn(
 
     ``root`` is the result of the first reset, as the policy is shown it, and ``contract`` has a
     layout. A policy that gives indices where the environment wants one-hot vectors is called once
-    more, with its actions converted: ``adapted`` says how.
+    more, with its actions converted. Returns how the policy is called from now on (``adapted``, if
+    that is decided already), and the results of that call.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout

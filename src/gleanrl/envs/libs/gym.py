@@ -123,7 +123,7 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
 def make_tensordict_env(
     factory: EnvFactory, kwargs: Mapping[str, Any], storing: GymOptions | None = None
 ) -> Any:
-    """Make one environment with TensorDict methods; wrap Gymnasium's, and store data so."""
+    """Make one environment with TensorDict methods; ``storing`` is for Gymnasium's data."""
     made, storing = build(factory, kwargs), storing or GymOptions()
     if is_vector_env(made):
         raise ConfigError(
