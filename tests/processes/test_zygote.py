@@ -430,6 +430,34 @@ def test_a_zygote_that_imports_ends_with_a_killed_learner(tmp_path):
     rig.await_end([int(learner.stdout)])
 
 
+def test_threads_of_the_learner_that_end_in_a_row_do_not_disturb_a_zygote_that_imports():
+    run(
+        """
+        import os, select, signal
+        from gleanrl.transport.zygote import _ending_with
+
+        class Poll:  # the next signal comes while it waits, where Python refuses a second call
+            made, real, waits = 0, select.poll, False
+            def __init__(self):
+                self.own = Poll.real()
+            def register(self, *what):
+                self.own.register(*what)
+            def poll(self, ms):
+                assert not self.waits, "concurrent poll() invocation"
+                self.waits, Poll.made = True, Poll.made + 1
+                if Poll.made < 5:
+                    signal.raise_signal(signal.SIGIO)
+                self.waits = False
+                return self.own.poll(ms)
+
+        select.poll = Poll
+        with _ending_with(os.pidfd_open(os.getpid())):
+            signal.raise_signal(signal.SIGIO)
+        assert Poll.made >= 5
+        """
+    )
+
+
 class Forks(rig.Count):
     """Has a child that lives on; is killed at its tenth step."""
 

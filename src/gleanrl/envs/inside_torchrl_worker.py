@@ -79,7 +79,7 @@ def _told(base: Any, channel: Any, value: _Called) -> str:
 
 
 def take_over() -> bool:
-    """Try to carry out steps from now on, in the worker whose loop receives the call of this."""
+    """Carry out steps from now on, if possible, in the worker whose loop calls this; tell if so."""
     frame: FrameType | None = sys._getframe()
     with suppress(Exception):  # the loop goes on as it is
         loop = _proven_loop()

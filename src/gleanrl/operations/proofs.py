@@ -2,8 +2,8 @@
 
 All knowledge of how ``nn.Module`` works inside is here. A module becomes recorded tensor calls only
 where its classes and their methods are a library's own (`is_genuine`), nothing is overridden on
-class or instance, and there are no hooks (`is_plain`). What is inside an environment is stepped
-directly only where nobody replaced a method: in a subclass, on the instance, or on the class itself
+class or instance, and there are no hooks (`is_plain`). Parts of an environment are stepped directly
+only where nobody replaced a method: in a subclass, on the instance, or on the class itself
 (`unmodified`).
 """
 

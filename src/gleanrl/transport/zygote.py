@@ -299,11 +299,11 @@ def _ending_with(owner: int) -> Iterator[None]:
     The kernel signals the end of the learner's thread that started this process. ``owner`` tells
     whether the whole learner has ended; see `main`.
     """
-    ended = select.poll()
-    if owner >= 0:
-        ended.register(owner, select.POLLIN)
 
     def look(*_: object) -> None:
+        ended = select.poll()  # its own, because the next signal may come within this call
+        if owner >= 0:
+            ended.register(owner, select.POLLIN)
         if ended.poll(0):
             os._exit(1)
 
