@@ -445,7 +445,9 @@ def _fill_object(loader: Loader, value: Any, parts: Any, present: Any, at: str) 
         loader.packages.add(type(value).__module__.partition(".")[0])
     own = attributes_of(value)
     for new in own.keys() - parts[1].keys() - {*LINKS}:
-        if own[new] is not None and kind_of(type(own[new])) not in ("ours", "declared"):
+        if getattr(type(value), new, value) is None:  # as the class has it, before the first use
+            loader.later(object.__setattr__, value, new, None)
+        elif own[new] is not None and kind_of(type(own[new])) not in ("ours", "declared"):
             raise StateError(f"{at} has {new}, which was not there when the state was saved")
     _fill_attributes(loader, value, parts, present, at)
 
