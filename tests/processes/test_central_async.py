@@ -890,13 +890,16 @@ def test_whole_trajectories_are_delivered_until_total_frames():
     assert "policy_version" not in batches[0].keys()
 
 
-def test_whole_trajectories_end_at_total_frames_after_a_load_too():
+@pytest.mark.filterwarnings("ignore:environments=False")
+@pytest.mark.parametrize("environments", [False, True])
+def test_whole_trajectories_end_at_total_frames_after_a_load_too(environments):
     with whole_trajectories(policy=greedy(4, 2)) as collector:
         collector.next()
         state = collector.state_dict()
     with whole_trajectories(policy=greedy(4, 2)) as collector:
-        collector.load_state_dict(state)
+        collector.load_state_dict(state, environments=environments)
         assert [len(batch) for batch in collector] == [10] * 2
+        assert collector.stats()["completed"]
 
 
 def test_whole_trajectories_are_endless_without_total_frames():

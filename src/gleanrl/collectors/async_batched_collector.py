@@ -142,7 +142,6 @@ class AsyncBatchedCollector(MultiCollector):
         share = max(_LEAST_CHUNK, batch // len(create_env_fn))
         whole = yield_completed_trajectories
         counted = whole and replay_buffer is None  # as they are delivered, not as they are made
-        self._delivered, self._most = 0, limits.total_frames if counted else None
         chunk: Any = transition_chunk_size
         if chunk == "auto":
             chunk = share if whole else min(batch, share)
@@ -184,25 +183,18 @@ class AsyncBatchedCollector(MultiCollector):
         super().__init__(workers, policy, **own, **options)
         if counted:
             self.collection.pipeline.least_frames = batch
+            self.collection.counts.most_whole = limits.total_frames
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are reached; count those of whole trajectories."""
-        batches = super().iterator()
-        while self._most is None or self._delivered < self._most:
+        batches, counts = super().iterator(), self.collection.counts
+        while not counts.all_whole:
             try:
                 held = [next(batches)]
             except StopIteration:
                 return
-            self._delivered += 0 if self._most is None else held[0].numel()
+            counts.whole += 0 if counts.most_whole is None else held[0].numel()
             yield held.pop()  # nothing here keeps the memory of the batch
-
-    def state_dict(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return the state of `MultiAsyncCollector`, and the frames of whole trajectories."""
-        return {**super().state_dict(allow_pickle=allow_pickle), "whole_frames": self._delivered}
-
-    def _restore(self, state_dict: Mapping[str, Any], strict: bool, **options: Any) -> None:
-        super()._restore(state_dict, strict, **options)
-        self._delivered = int(state_dict.get("whole_frames", self._delivered))
 
     def server_stats(self, reset: bool = False) -> dict[str, float]:
         """Return the numbers of calls of the policy and of environments that it acted for.
