@@ -194,14 +194,43 @@ def test_a_setting_that_fails_is_a_row_and_the_others_count(capsys, tmp_path, po
     assert lines_of(out)["failed"].startswith("1 worker with 1 environment: worker 0 raised")
 
 
-def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, policy_file):
+@MODES
+def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, policy_file, mode):
     path = tmp_path / "data"
     code, _, err = run(
-        capsys, "collect", "CartPole-v1", "--workers", 2, "--num-envs", 2, "--central", 2,
+        capsys, "collect", "CartPole-v1", "--workers", 2, "--num-envs", 2, "--central", 2, *mode,
         "--policy", policy_file(), "--frames", 80, "--frames-per-batch", 40, "--out", path,
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert card_of(path)["frames"] == 80
+
+
+INTERRUPTING = """
+import signal
+import torch
+
+calls = 0
+
+def act(observation):
+    global calls
+    calls += 1
+    if calls == 60:
+        signal.raise_signal(signal.SIGINT)
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+"""
+
+
+@MODES
+def test_ctrl_c_ends_collection_by_one_policy_for_all_workers(capsys, tmp_path, mode):
+    path, policy = tmp_path / "data", tmp_path / "policy.py"
+    policy.write_text(INTERRUPTING)
+    code, out, err = run(
+        capsys, "collect", "CartPole-v1", "--workers", 2, "--central", 1, "--policy",
+        f"{policy}:act", *mode, "--frames", 10_000, "--frames-per-batch", 40, "--out", path,
+    )  # fmt: skip
+    assert (code, err) == (130, "")
+    assert "frames were left" in lines_of(out)["interrupted"]
+    assert 0 < card_of(path)["frames"] == len(TensorDict.load_memmap(path).flatten())
 
 
 @MODES

@@ -55,8 +55,8 @@ def check(options: CollectOptions) -> None:
         raise ConfigError(f"--launcher {options.launcher} needs --backend distributed")
     if options.asynchronous and not count:
         raise ConfigError("--async is about worker processes: say how many with --workers N")
-    if options.central and (over_nodes or not count or options.asynchronous):
-        raise ConfigError("--central G needs --workers N, and neither --async nor nodes")
+    if options.central and (over_nodes or not count):
+        raise ConfigError("--central G needs --workers N, and no nodes")
     if options.central and options.num_envs % options.central:
         raise ConfigError(f"--central {options.central} must divide --num-envs {options.num_envs}")
     if not over_nodes:  # nodes may be on other machines
@@ -85,7 +85,8 @@ def make(
     if options.backend == "distributed":
         more["backend_options"] = {"launcher": options.launcher}
     if options.central:
-        more |= {"inference": "central", "backend_options": {"env_groups": options.central}}
+        more["inference"] = "central"  # and in this process, which has nothing else to do
+        more["backend_options"] = {"env_groups": options.central, "policy_process": False}
     if options.backend == "process":
         more["interruptor"] = interruptor
     return Collector(
