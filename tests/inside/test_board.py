@@ -13,11 +13,7 @@ from torch import nn
 from gleanrl import MultiAsyncCollector
 from gleanrl.memory.shared import SharedMemory
 from gleanrl.weights.module_weights import TrackedModule
-from gleanrl.weights.published_buffers import (
-    SharedWeightPublisher,
-    SharedWeightReceiver,
-    reserve_shared,
-)
+from gleanrl.weights.published_buffers import SharedWeightPublisher, SharedWeightReceiver
 
 WEIGHTS = {
     "matrix": torch.arange(12.0).view(3, 4),
@@ -35,7 +31,7 @@ class Both:
 
     def __init__(self) -> None:
         memory = SharedMemory()
-        self.board = SharedWeightPublisher(memory, reserve_shared(memory, WEIGHTS))
+        self.board = SharedWeightPublisher(memory, WEIGHTS)
         self.boards = SharedWeightReceiver(memory)
         self.boards.bind("policy", self.board.ref)
         self.version = 0
@@ -88,7 +84,7 @@ def test_tensors_that_are_not_plain_memory_arrive_as_their_values(
 def test_weights_beyond_the_small_arrive_too() -> None:
     memory = SharedMemory()
     weights = {"large": torch.arange(400_000.0), "little": torch.ones(3)}
-    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
+    board = SharedWeightPublisher(memory, weights)
     boards = SharedWeightReceiver(memory)
     boards.bind("policy", board.ref)
     board.publish(list(weights.values()), 1, 1)
@@ -143,10 +139,7 @@ def test_marks_stand_on_the_right_side_of_what_they_announce(monkeypatch) -> Non
     """Where stores and loads may change places, fences keep these apart."""
     memory = SharedMemory()
     weights = {"w": torch.zeros(4)}
-    board, boards = (
-        SharedWeightPublisher(memory, reserve_shared(memory, weights)),
-        SharedWeightReceiver(memory),
-    )
+    board, boards = SharedWeightPublisher(memory, weights), SharedWeightReceiver(memory)
     boards.bind("policy", board.ref)
     count = np.frombuffer(memory.map(), np.int64, 1, board.ref.offset)
     buffer = board.ref.offset + 64 + board.ref.nbytes
@@ -193,7 +186,7 @@ class Stress(rig.Count):
 def test_no_torn_read_under_a_tight_publisher(sizes):
     memory, done = SharedMemory(), threading.Event()
     weights = {str(size): torch.zeros(size, dtype=torch.int64) for size in sizes}
-    board = SharedWeightPublisher(memory, reserve_shared(memory, weights))
+    board = SharedWeightPublisher(memory, weights)
 
     def publish():
         version = 0

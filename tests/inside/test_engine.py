@@ -13,7 +13,7 @@ from tests.covering import examples
 from gleanrl import ClosedError, CollectorTimeout, WorkerDied
 from gleanrl.core import messages as m
 from gleanrl.core.options import FrameLimits
-from gleanrl.engine.frame_counts import FrameCounts
+from gleanrl.engine.gather import FrameCounts
 from gleanrl.transport.inline import InlineBackend
 
 

@@ -18,7 +18,7 @@ from gleanrl.core.protocols import SourceFactory, Stop
 from gleanrl.core.window import Window
 from gleanrl.engine.batch_delivery import BatchOptions
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.frame_counts import FrameCounts
+from gleanrl.engine.gather import FrameCounts
 from gleanrl.transport.worker_loop import OpenWindow, Worker
 
 

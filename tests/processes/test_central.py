@@ -41,6 +41,7 @@ from gleanrl import (
     MultiAsyncCollector,
     MultiSyncCollector,
     PolicyError,
+    WeightsError,
     WorkerDied,
 )
 from gleanrl.data import Categorical, LazyTensorStorage, ReplayBuffer
@@ -179,16 +180,80 @@ def test_two_groups_give_the_data_of_two_collectors(policy):
         assert same(batch, torch.cat(halves, 0))
 
 
+class Constant(nn.Module):
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.value = nn.Parameter(torch.full((1,), value))
+
+    def forward(self, observation):
+        return self.value.expand(*observation.shape[:-1], 1) + 0
+
+
+def constant(value):
+    return TensorDictModule(Constant(value), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_beside_a_factory_the_policy_of_the_learner_is_the_source_of_weights(kind, apart):
+    policy = constant(0.0)
+    collector = kind(
+        "Pendulum-v1",
+        policy,
+        num_workers=2,
+        inference="central",
+        policy_factory=partial(constant, 2.0),
+        policy_process=apart,
+        frames_per_batch=4,
+        total_frames=-1,
+        track_policy_version=True,
+    )
+    acted = {}
+    for batch in itertools.islice(collector, 6):
+        if not acted:
+            with torch.no_grad():
+                policy.module.value += 1
+            collector.update_policy_weights_()
+        for version in batch["policy_version"].unique().tolist():
+            own = batch["action"][batch["policy_version"] == version]
+            acted.setdefault(version, set()).update(own.unique().tolist())
+    collector.shutdown()
+    assert acted == {0: {0.0}, 1: {1.0}}
+
+
+def test_trained_weights_that_never_reach_the_policy_of_a_factory_are_a_warning():
+    policy = constant(0.0)
+    collector = MultiSyncCollector(
+        "Pendulum-v1",
+        policy,
+        num_workers=1,
+        inference="central",
+        policy_factory=partial(constant, 0.0),
+        frames_per_batch=4,
+        total_frames=12,
+    )
+    collector.next()
+    with torch.no_grad():
+        policy.module.value += 1
+    with pytest.warns(UserWarning, match="never sent"):
+        list(collector)
+    collector.shutdown()
+
+
+def test_a_factory_whose_policy_cannot_take_the_weights_is_an_error():
+    with pytest.raises(WeightsError, match="made a function"):
+        MultiSyncCollector(
+            "Pendulum-v1",
+            constant(0.0),
+            num_workers=1,
+            inference="central",
+            policy_factory=lambda: lambda data: data,
+            frames_per_batch=4,
+        )
+
+
 def test_the_policy_of_the_learner_acts_and_needs_no_update():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.value = nn.Parameter(torch.zeros(1))
-
-        def forward(self, observation):
-            return self.value.expand(*observation.shape[:-1], 1) + 0
-
-    policy = TensorDictModule(Constant(), ["observation"], ["action"])
+    policy = constant(0.0)
     collector = MultiSyncCollector(
         "Pendulum-v1",
         policy,

@@ -149,7 +149,7 @@ SCRIPT = """
     from gleanrl.transport.process import ProcessBackend
     from gleanrl.core.options import FrameLimits
     from gleanrl.engine.batch_delivery import BatchOptions
-    from gleanrl.engine.frame_counts import FrameCounts
+    from gleanrl.engine.gather import FrameCounts
     from gleanrl.engine.engine import Engine
     from backend_rig import StampedSource, collect, running
 

@@ -175,8 +175,11 @@ class _Forks:
         door, _ = self._listener.accept()
         head, fds, _, _ = socket.recv_fds(door, 4, 250)
         size, text = int.from_bytes(head, "big"), b""
-        while len(text) < size:
-            text += door.recv(size - len(text))
+        while len(text) < size and (more := door.recv(size - len(text))):
+            text += more
+        if not text or len(text) < size:  # it was killed
+            door.close()
+            return None
         told = json.loads(text)
         pid = os.fork()
         if pid == 0:
@@ -188,7 +191,8 @@ class _Forks:
         for fd in fds:
             os.close(fd)
         self._link(told["pid"], pid)
-        door.sendall(b"%d\n" % pid)
+        with contextlib.suppress(BrokenPipeError):  # it was killed: `run` sees that, too
+            door.sendall(b"%d\n" % pid)
         self._doors[pid] = door
         self._ends[os.pidfd_open(pid)] = pid
         return None

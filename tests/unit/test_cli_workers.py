@@ -136,9 +136,9 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     tried = [(row["workers"], row["num_envs"], row["async"]) for row in content["settings"]]
     assert tried[:4] == [(0, 1, False), (0, 2, False), (1, 1, False), (1, 2, False)]
     fastest = max(content["settings"][2:4], key=lambda row: row["frames_per_second"])["num_envs"]
-    assert tried[4] == (1, fastest, True)
+    assert tried[4:6] == [(1, fastest, True)] * 2
     central = [row["central"] for row in content["settings"]]
-    assert central == [*[None] * 5, *range(1, fastest + 1)]
+    assert central == [*[None] * 5, 1, *range(1, fastest + 1)]
     assert all(0 < row["shares"]["env"] < 1 for row in content["settings"])
     rates = [row["frames_per_second"] for row in content["settings"]]
     best = content["settings"][content["best"]]
@@ -151,7 +151,7 @@ def test_bench_measures_and_says_what_to_use(capsys, tmp_path, policy_file):
     marked = [line for line in out.splitlines() if line.startswith("best")]
     assert len(marked) == 1
     assert "100 %" in marked[0]
-    total = 5 + fastest
+    total = 6 + fastest
     assert [line.split(":")[0] for line in err.splitlines()] == [
         f"CartPole-v1 {n}/{total if n > 3 else 4}" for n in range(1, total + 1)
     ]

@@ -83,6 +83,19 @@ class Case:
         return self.env in POOLS
 
     @property
+    def central(self) -> bool:
+        """Whether one policy acts for the environments of all workers."""
+        return "inference" in self.options
+
+    @property
+    def own_policy(self) -> bool:
+        """Whether the learner's own module acts, so that its weights need not be sent."""
+        made = {"policy_process", "policy_factory"} & set(self.options)
+        moved = "standin" in (self.options.get("device"), self.options.get("policy_device"))
+        inside = self.backend == "here" or (self.central and not made and not moved)
+        return inside and not self.background
+
+    @property
     def together(self) -> bool:
         """Whether a batch holds rollouts of all workers."""
         return self.backend == "sync" or bool(self.options.get("sync"))
@@ -180,6 +193,14 @@ OPTIONS: dict[str, Draw] = {
     "max_weight_update_interval": _one_of(1, 2),
     "update_interval": _one_of(1, 2),
     "heartbeat": _always(30.0),
+    "inference": _always("central"),
+    "env_groups": _one_of(1, 2),
+    "policy_process": _always(True),
+    "max_batch_size": lambda chance, case: chance.randint(1, 4),
+    "min_batch_size": lambda chance, case: chance.randint(1, 2),
+    "max_wait_s": _one_of(0.001, 0.005),
+    "max_ahead": _one_of(1, 2),
+    "transition_chunk_size": lambda chance, case: chance.randint(1, case.frames),
 }
 """How each argument is drawn. ``front_door`` covers the four that choose a class."""
 ALWAYS = {"create_env_fn", "policy", "frames_per_batch", "fast", "num_envs", "replay_buffer"}
@@ -191,15 +212,6 @@ EXCUSED = {
     "weight_recv_schemes": "concerns collectors inside workers, tests/processes/test_nested.py",
     "preemption_path": "ends the process, tests/processes/test_preemption.py",
     "grace": "belongs to preemption_path",
-    "inference": "tests/processes/test_central.py compares it with one process",
-    **dict.fromkeys(
-        ("env_groups", "policy_process"),
-        "is for central inference, tests/processes/test_central.py",
-    ),
-    **dict.fromkeys(
-        ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead", "transition_chunk_size"),
-        "is for asynchronous central inference, tests/processes/test_central_async.py",
-    ),
     **dict.fromkeys(
         ("on_env_error", "max_env_restarts"),
         "tests/unit/test_env_restarts.py has faults of its own",
@@ -214,6 +226,8 @@ EXCUSED = {
     "host": "addresses of this machine are not the hunt's to choose",
 }
 _REGROUPS = ("trajs_per_batch", "trajs_per_write")
+ASYNC_CENTRAL: tuple[str, ...] = ("max_batch_size", "min_batch_size", "max_wait_s", "max_ahead")
+ASYNC_CENTRAL += ("transition_chunk_size",)
 _NEEDS_SINK = ("extend_buffer", "trajs_per_write")
 _REGROUPED = "split_trajs init_random_frames preemptive_threshold extend_buffer track_traj_ids"
 _REGROUPED += " compact_obs set_truncated"
@@ -274,6 +288,11 @@ def allowed(case: Case, name: str) -> bool:
         # The environment perturbs the learner's policy, of which another device has a copy.
         "device": case.policy != "perturbed",
         "policy_device": case.policy != "perturbed",
+        "inference": case.backend in ("sync", "async"),
+        "env_groups": case.central and case.envs % 2 == 0,
+        "policy_process": case.central,
+        **dict.fromkeys(("worker_idx", "init_fn"), not case.central),
+        **dict.fromkeys(ASYNC_CENTRAL, case.central and case.backend == "async"),
     }
     sink = case.sink not in ("batches", "recorder") or name not in _NEEDS_SINK
     return not apart and rules.get(name, True) and sink
@@ -337,7 +356,7 @@ def draw(number: int) -> Case:
     )
     share = chance.choice([0.0, 0.03, 0.08, 0.15])
     names = [name for name in OPTIONS if accepts(case, name)]
-    first = [name for name in names if name in ("sync", *_REGROUPS, "on_failure")]
+    first = [name for name in names if name in ("sync", "inference", *_REGROUPS, "on_failure")]
     for name in first + [name for name in names if name not in first]:
         if chance.random() < share and allowed(case, name):
             value = OPTIONS[name](chance, case)

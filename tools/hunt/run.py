@@ -177,7 +177,7 @@ class _Run:
 
     def _send_some(self, **how: Any) -> None:
         own = {"weight_updater", "num_workers_per_collector"} & set(self.case.options)
-        several = self.case.backend != "here" and not own
+        several = self.case.backend != "here" and not own and not self.case.central
         self.send(**({"worker_ids": [self.case.workers - 1], **how} if several else {}))
 
     def _anew(self, command: Callable[[], Any]) -> None:
@@ -215,7 +215,7 @@ class _Run:
         """Train without sending: workers go on with what they have."""
         unfit = self.policy is None or not self.checker.labelled or self.version
         unfit = unfit or "weight_sync_schemes" in self.case.options  # these say nothing, by promise
-        if (self.case.backend != "here" or self.case.background) and not unfit:
+        if not self.case.own_policy and not unfit:
             self.acting.tag(2**21)
             # Whole trajectories: a delivery may need several batches of the workers, or none.
             self.unsent = self.collector.stats()["batches"] if self.unsent is None else self.unsent
@@ -444,7 +444,7 @@ def _compared(case: Case, found: list[TensorDictBase]) -> None:
         return
     if not case.pool:
         same(found, iterate(replace(case, fast=not case.fast)), "fast and plain")
-    if case.backend == "sync" and "front_door" not in case.options:
+    if case.backend == "sync" and not ({"front_door", "inference"} & set(case.options)):
         same(found, iterate(case, backend="inline"), "workers in processes and here")
     free = {"total_frames", "max_frames_per_traj", "storing_device", "info_keys", "check_finite"}
     quiet = not any(case.events) and case.backend == "here" and case.steps % 2 == 0

@@ -82,7 +82,8 @@ class Results:
         fastest = max(found, key=lambda row: row.rate).setting
         groups = [g for g in (1, 2) if fastest.num_envs % g == 0 and fastest.policy != RANDOM]
         central = [replace(fastest, central=number) for number in groups]
-        return [replace(fastest, asynchronous=True), *central]
+        asynchronous = [replace(each, asynchronous=True) for each in (fastest, *central[:1])]
+        return [*asynchronous, *central]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table row by row, as text."""
@@ -139,12 +140,7 @@ class Results:
 
 
 def run(options: BenchOptions) -> int:
-    """Measure, print the table and return the exit code.
-
-    Raises:
-        ConfigError: an option is wrong or the environment is not known.
-        Exception: the environment or the policy raised it, already in this process.
-    """
+    """Measure, print the table and return the exit code."""
     _check_file(options.out)
     policy = load_policy(options.policy)
     results, code = Results(options, usable_cores()), 0

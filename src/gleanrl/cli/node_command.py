@@ -22,12 +22,7 @@ _NUMBERS = (
 
 
 def run(options: NodeOptions) -> int:
-    """Serve the learner until it ends, and return the exit code.
-
-    Raises:
-        GleanError: no learner answers, or it does not let this node in.
-        SystemExit: the process was told to end by a signal.
-    """
+    """Serve the learner until it ends, and return the exit code."""
     # What environments start has no use for it.
     text = os.environ.pop(SECRET, None)
     if text is None:

@@ -85,8 +85,8 @@ def make(
     if options.backend == "distributed":
         more["backend_options"] = {"launcher": options.launcher}
     if options.central:
-        more["inference"] = "central"  # and in this process, which has nothing else to do
-        more["backend_options"] = {"env_groups": options.central, "policy_process": False}
+        inside = {"env_groups": options.central, "policy_process": False}  # for the interruptor
+        more |= {"inference": "central", "backend_options": inside}
     if options.backend == "process":
         more["interruptor"] = interruptor
     return Collector(
@@ -134,9 +134,6 @@ def load_policy(text: str) -> Any:
 
     The file is run. A class, or a function without parameters to fill, is called to make the
     policy; anything else that can be called is the policy itself.
-
-    Raises:
-        Exception: whatever the file raises.
     """
     if text == RANDOM:
         return None

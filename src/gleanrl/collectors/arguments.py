@@ -275,11 +275,7 @@ _RETIRED = {
 
 @functools.cache
 def definitions(kind: Any) -> dict[str, tuple[Any, Any]]:
-    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``.
-
-    Args:
-        kind: One of the dictionaries above.
-    """
+    """Return type and default (`REQUIRED` if there is none) of the arguments of ``kind``."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if hint.__origin__ is Required:
@@ -546,13 +542,6 @@ def check_schemes(schemes: Mapping[str, Any] | None) -> None:
                 f"the weight sync scheme of {name!r} ({scheme!r:.100}) is not a WeightSyncScheme; "
                 "import it from gleanrl.weight_update"
             )
-
-
-def read_version(track: bool | PolicyVersion) -> PolicyVersion | None:
-    """Return the version counter to show, or ``None``."""
-    if isinstance(track, PolicyVersion):
-        return track
-    return PolicyVersion() if track else None
 
 
 def read_exploration(kind: InteractionType | None, mode: str | None) -> InteractionType:

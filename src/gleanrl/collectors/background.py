@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from gleanrl.core.errors import ClosedError, CollectorTimeout
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.frame_counts import FrameCounts
+from gleanrl.engine.gather import FrameCounts
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.memory.replay.limiter import poll_interval
 
@@ -38,10 +38,8 @@ class Background:
     def begin(self, step: Step, active: Active = bool) -> None:
         """Start the thread, which alone refers to ``step``.
 
-        Args:
-            step: Collects a little.
-            active: Called with ``True`` when collection begins or continues, with ``False`` when it
-                ends or rests.
+        ``active`` is called with ``True`` when collection begins or continues, with ``False`` when
+        it ends or rests.
         """
         self._resting = self._stopping = False
         self.thread = threading.Thread(
@@ -138,11 +136,7 @@ class Background:
                 self._state.notify_all()
 
     def halt(self, timeout: float) -> None:
-        """End the thread after its current step. Idempotent.
-
-        Raises:
-            CollectorTimeout: it takes longer than ``timeout`` seconds.
-        """
+        """End the thread after its step; `CollectorTimeout` if that takes too long. Idempotent."""
         # Also in a forked child, which finds the lock as it was.
         if self.thread is None or not self.thread.is_alive():
             return
@@ -151,19 +145,6 @@ class Background:
             self._state.notify_all()
         if not self.join(timeout):
             raise CollectorTimeout(f"background collection did not end within {timeout:.4g} s")
-
-
-class Collects(Protocol):
-    """The collection that a thread drives."""
-
-    def announce(self) -> None:
-        """Note that rollouts are about to be requested."""
-
-    def collect(self, feed: bool = True) -> object:
-        """Collect a batch that has arrived; request more only with ``feed``."""
-
-    def failed(self) -> None:
-        """Show that an error has ended collection."""
 
 
 class BackgroundFilling(Background):
@@ -182,8 +163,8 @@ class BackgroundFilling(Background):
         super().__init__()
         self._engine, self._counts, self._timeout = engine, counts, timeout
 
-    def start(self, buffer: Any, collection: Collects) -> None:
-        """Fill ``buffer`` from now on."""
+    def start(self, buffer: Any, collection: Any) -> None:
+        """Fill ``buffer`` from now on, by a `Collection`."""
         self._buffer = buffer if isinstance(buffer, ReplayBuffer) else None
         active: Active = bool
         if self._buffer is not None:
@@ -253,7 +234,7 @@ class BackgroundFilling(Background):
         self._engine.close(timeout)
         self.join(1.0)
 
-    def _step(self, collection: Collects, feed: bool) -> bool:
+    def _step(self, collection: Any, feed: bool) -> bool:
         """Collect the rollouts that have arrived; return whether there is more to do."""
         held = False
         try:

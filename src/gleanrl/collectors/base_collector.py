@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -25,13 +25,12 @@ from gleanrl.collectors.arguments import (
     read_seed,
 )
 from gleanrl.collectors.background import BackgroundFilling
-from gleanrl.collectors.checkpoints import check_saves
-from gleanrl.collectors.controls import Controls
-from gleanrl.collectors.delegation import method_of, property_of
+from gleanrl.collectors.controls import Controls, method_of, property_of
 from gleanrl.collectors.policy_updates import PolicyUpdates
 from gleanrl.collectors.remote_attributes import AttributeAccess, WorkerAttributeAccess
 from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.save_on_sigterm import Preemption
+from gleanrl.collectors.state_files import check_saves
 from gleanrl.collectors.states import read_from, restore, save_to, state_of, unverified
 from gleanrl.collectors.weight_update import WeightUpdaterBase, read_updater
 from gleanrl.collectors.worker_plan import WorkerPlan
@@ -44,13 +43,6 @@ from gleanrl.engine.session import CLOSE_TIMEOUT_S, MakeBackend
 from gleanrl.envs.simulator_state import StateError
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.watch.watching import Watching
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Reader:
-    """An iterator over a collector."""
-
-    thread: int
 
 
 class BaseCollector(Controls, IterableDataset[Any]):
@@ -101,8 +93,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
     _watching: Watching
     _weights: PolicyUpdates
     _preemption: Preemption | None = None
-    _reader: _Reader | None = None
-    """The newest iterator."""
+    _reader: SimpleNamespace | None = None
+    """The newest iterator: its ``thread``."""
     _warned_of_readers = False
 
     def __init__(self, create_env_fn: Any, policy: Any, given: Mapping[str, Any]) -> None:
@@ -112,12 +104,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self._arguments = {**arguments, "create_env_fn": create_env_fn, "policy": policy}
 
     def _start(self, plan: WorkerPlan, make: MakeBackend) -> None:
-        """Start the workers and set up everything around them.
-
-        Args:
-            plan: The plan of the workers.
-            make: Builds the backend that starts and reaches the workers.
-        """
+        """Start the workers of ``plan``, which ``make`` reaches, and set up all around them."""
         arguments, name = self._arguments, type(self).__name__
         self._worker_idx, self.replay_buffer = arguments["worker_idx"], arguments["replay_buffer"]
         self.storing_device = plan.storing_device
@@ -193,7 +180,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Continue iteration; if collection fails, the collector closes."""
         self._hooks.iterated = True
-        self._reader = reader = _Reader(threading.get_ident())
+        self._reader = reader = SimpleNamespace(thread=threading.get_ident())
         iterator = self.iterator()
         while True:
             self._background.check_not_running()  # a mistake, which ends nothing
@@ -209,7 +196,7 @@ class BaseCollector(Controls, IterableDataset[Any]):
             # Popped, so that this frame does not keep the batch's memory while the user works.
             yield held.pop()
 
-    def _warn_of_readers(self, reader: _Reader) -> None:
+    def _warn_of_readers(self, reader: SimpleNamespace) -> None:
         """Warn once of two iterators in one thread; threads may share the batches on purpose."""
         newest = self._reader
         if newest is not None and newest.thread == reader.thread and not self._warned_of_readers:
@@ -682,7 +669,8 @@ class BaseCollector(Controls, IterableDataset[Any]):
         self.collection.ready.clear()
         failure = self._background.stop(limit / 2)
         atexit.unregister(self._closing)
-        plan.close_within(deadline.left)
+        for env in plan.functions if plan.central else ():  # have processes that are late killed
+            env.shutdown_timeout = deadline.left
         try:
             self._engine.close(deadline.left, close_env, raise_on_error and failure is None)
         finally:

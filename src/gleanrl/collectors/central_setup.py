@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from gleanrl.collectors.arguments import (
     OF_ASYNC,
     OF_CENTRAL,
@@ -18,8 +20,8 @@ from gleanrl.collectors.arguments import (
 )
 from gleanrl.collectors.nested import serve
 from gleanrl.collectors.worker_plan import WorkerPlan, env_kwargs, read_failure
-from gleanrl.core.affinity import Processors, all_processors, read_affinity
-from gleanrl.core.errors import ConfigError
+from gleanrl.core.affinity import Processors, read_affinity
+from gleanrl.core.errors import ConfigError, WeightsError
 from gleanrl.core.options import GymOptions, check_int, read_device, warn
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import CLOSE_TIMEOUT_S
@@ -29,6 +31,7 @@ from gleanrl.parallel.parallel_env import ParallelEnv
 from gleanrl.policies.central_policy_calls import JointPolicy
 from gleanrl.rollout.source_builder import SourceBuilder, on_device
 from gleanrl.transport.central_inference import CallSizes
+from gleanrl.weights.module_weights import load_weights, weights_of
 
 _WHY_NOT: Mapping[str, str] = {
     "collector_class": "workers have no collector of their own",
@@ -111,7 +114,7 @@ def policy_process_plan(
         raise ConfigError("interruptor needs policy_process=False: it stays in this process")
     inside = {name: arguments[name] for name in _INSIDE}
     # Workers would inherit the processors of the process with the policy.
-    inside["worker_affinity"] = affinity or all_processors(len(functions))
+    inside["worker_affinity"] = affinity or [Processors(os.sched_getaffinity(0))] * len(functions)
     usual = defaults(MultiArguments)
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
     # First inside, where it is known which of the workers is late.
@@ -146,11 +149,8 @@ def central_plan(
 ) -> WorkerPlan:
     """Return the plan of a collector in this process over environments in workers.
 
-    Args:
-        arguments: Those of the collector.
-        functions: Each worker's ``create_env_fn``.
-        sync: Whether all environments take the same steps.
-        affinity: The processors of each worker.
+    These are made by the functions of each worker; ``affinity`` has the processors of each. They
+    all take the same steps if ``sync``.
     """
     groups, members = arguments["env_groups"], _members(arguments, functions)
     each = len(members[0]) // groups
@@ -187,13 +187,14 @@ def central_plan(
     usual = defaults(MultiArguments)
     in_workers = (*_STORING, "num_envs", "create_env_kwargs", "on_env_error")
     dealt = {name: usual[name] for name in in_workers}
-    make = arguments["policy_factory"]
+    make, policy = arguments["policy_factory"], arguments["policy"]
+    acting = policy
     if make is not None:  # all groups have one policy
-        dealt |= {"policy": make(), "policy_factory": None}
+        acting = _made(make, policy)
+        dealt |= {"policy": acting if policy is None else policy, "policy_factory": None}
     arguments = {**arguments, **dealt}
     acting = on_device(
-        arguments["policy"],
-        read_device("policy_device", arguments["policy_device"] or arguments["device"]),
+        acting, read_device("policy_device", arguments["policy_device"] or arguments["device"])
     )
     plan = WorkerPlan(
         arguments,
@@ -215,6 +216,19 @@ def central_plan(
         plan.batches = replace(plan.batches, joined=frames // (steps * each))
         plan.pipeline.least_frames = frames if plan.batches.joined > 1 else 0
     return plan
+
+
+def _made(make: Callable[[], Any], policy: Any) -> Any:
+    """Return the policy of a factory, with the weights of the learner's ``policy``, if any."""
+    made = make()
+    if isinstance(policy, nn.Module) and (weights := weights_of(policy)):
+        if not isinstance(made, nn.Module):
+            raise WeightsError(
+                f"policy_factory made a {type(made).__name__}, not an nn.Module: it cannot take "
+                "the weights of policy="
+            )
+        load_weights(made, weights)
+    return made
 
 
 def _members(arguments: Arguments, functions: Sequence[Any]) -> list[list[Any]]:

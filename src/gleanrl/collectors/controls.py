@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.delegation import method_of
 from gleanrl.collectors.hooks import Hooks, PostHook, PreHook
 from gleanrl.collectors.remote_attributes import AttributeAccess
 from gleanrl.core.errors import ConfigError, for_users
+from gleanrl.core.options import warn
 from gleanrl.engine.profiling import ProfileConfig
 
 Update: TypeAlias = Callable[[Mapping[str, Any], Any, Mapping[str, Any]], None]
 """Publishes weights by model id (``None``: those of the collector's own policy) to workers."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def method_of(
+    part: str, method: Callable[Concatenate[Any, P], R]
+) -> Callable[Concatenate[Any, P], R]:
+    """Return a method with signature and docstring of ``method``, which calls that of a part."""
+    find, name = attrgetter(part), method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(find(self), name)(*args, **kwargs)
+        return result
+
+    return call
+
+
+def property_of(part: str, shown: Any) -> Any:
+    """Return a read-only property with the docstring of the property ``shown`` of a part."""
+    find = attrgetter(f"{part}.{shown.fget.__name__}")
+    return property(lambda self: find(self), doc=shown.__doc__)
 
 
 class Controls:
@@ -108,9 +131,7 @@ class Controls:
             KeyError: no model of that id.
         """
         if policy_weights is not None:
-            warnings.warn(
-                "policy_weights= is retired; pass weights=", DeprecationWarning, stacklevel=2
-            )
+            warn("policy_weights= is retired; pass weights=", DeprecationWarning)
         source = one_of(policy_or_weights, weights, policy, policy_weights)
         further = source is not None or model_id is not None
         if weights_dict is not None and (further or not weights_dict):

@@ -147,7 +147,7 @@ class EpisodesSource(FillingSource):
         self._episodes, self._steps = episodes, steps
         self._fresh = True
         """Whether the environments' first observation is up to date."""
-        self.load = self._load
+        self.load, self.state, self.load_state = self._load, source.state, source.load_state
 
     def _load(self, snapshot: Snapshot) -> None:
         """Load weights; weights of an environment change the observation of its reset."""

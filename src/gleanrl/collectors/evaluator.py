@@ -264,7 +264,7 @@ class _Player:
         while True:
             with collection.engine.turn(None):
                 if collection.engine.ready(collection.counts, True, collection.timeout):
-                    return collection.collect()[0], collection.newest()[1]
+                    return collection.collect()[0], collection.oldest_version
             collection.engine.backend.wait(_POLL_INTERVAL_S)
 
     def _end(self, error: BaseException) -> BaseException:

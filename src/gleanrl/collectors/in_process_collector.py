@@ -17,7 +17,7 @@ from gleanrl.collectors.arguments import (
     read_index,
 )
 from gleanrl.collectors.base_collector import BaseCollector
-from gleanrl.collectors.states import OF_ALL
+from gleanrl.collectors.state_types import OF_ALL
 from gleanrl.collectors.worker_plan import WorkerPlan
 from gleanrl.core import messages as m
 from gleanrl.core.errors import ConfigError, MissingEntryError, for_users

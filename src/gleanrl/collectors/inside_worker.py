@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -190,30 +190,17 @@ _OF_THE_SOURCE = ("describe_weights", "explain", "policy_state")
 
 def serve_filling(
     factory: SourceFactory, pipeline: Pipeline, sink: Sink, worker: int
-) -> FillingSource:
+) -> _BufferSource:
     """Build a source that passes its rollouts through ``pipeline`` into ``sink`` in the worker."""
     source = factory(worker)
     sink.serve(worker, source)
     return _BufferSource(source, pipeline, partial(difference, source, factory, worker))
 
 
-class RolloutTarget(Protocol):
-    """Takes the rollouts of a worker that keeps them."""
-
-    discarded: int
-    """Frames that were dropped so far."""
-
-    def __call__(self, batch: TensorDictBase, hook: PostHook | None, /) -> object:
-        """Take a rollout in; call the user's hook on it."""
-
-    def forget(self) -> None:
-        """Drop unfinished trajectories."""
-
-
 class FillingSource:
-    """A source that delivers into a buffer and reports counts."""
+    """A source whose rollouts stay in the worker: a pipeline, or `Episodes`, takes them in."""
 
-    def __init__(self, source: Source, pipeline: Pipeline | RolloutTarget) -> None:
+    def __init__(self, source: Source, pipeline: Any) -> None:
         """Serve ``source``; first write its rollouts into this worker's own memory."""
         self._source = source
         self.load = source.load
@@ -255,11 +242,6 @@ class FillingSource:
             self._batch = batch_over(self._window, layout)
         return self._window, self._batch
 
-    def place(self, base: int, stride: int) -> None:
-        if isinstance(self._pipeline, Pipeline):
-            self._pipeline.share_out(stride)
-        self._source.place(base, stride)
-
     def get(self, path: str) -> Any:
         return self._source.get(path)
 
@@ -273,21 +255,6 @@ class FillingSource:
         self._pipeline.forget()
         self._source.reset(envs, options)
 
-    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        state = self._source.state(allow_pickle)
-        if isinstance(self._pipeline, Pipeline):
-            state["trajectories"] = self._pipeline.state()
-        return state
-
-    def load_state(
-        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
-    ) -> str | None:
-        self._pipeline.forget()
-        why = self._source.load_state(state, strict, allow_pickle)
-        if isinstance(self._pipeline, Pipeline) and "trajectories" in state:
-            self._pipeline.load_state(state["trajectories"])
-        return why
-
 
 class _BufferSource(FillingSource, Verifiable):
     """A source that delivers into the learner's buffer, which copies of it must not touch."""
@@ -298,6 +265,22 @@ class _BufferSource(FillingSource, Verifiable):
         """Serve ``source``, which ``check`` compares without the buffer."""
         super().__init__(source, pipeline)
         self._check = check
+
+    def place(self, base: int, stride: int) -> None:
+        self._pipeline.share_out(stride)
+        self._source.place(base, stride)
+
+    def state(self, allow_pickle: bool = False) -> dict[str, Any]:
+        return {**self._source.state(allow_pickle), "trajectories": self._pipeline.state()}
+
+    def load_state(
+        self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
+    ) -> str | None:
+        self._pipeline.forget()
+        why = self._source.load_state(state, strict, allow_pickle)
+        if "trajectories" in state:
+            self._pipeline.load_state(state["trajectories"])
+        return why
 
     def verify(self, command: Verify) -> str | None:
         return self._check(command)

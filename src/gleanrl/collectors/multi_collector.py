@@ -9,12 +9,7 @@ from typing import Any, ClassVar, Unpack
 from tensordict import TensorDictBase
 from torch import nn
 
-from gleanrl.collectors.arguments import (
-    Arguments,
-    MultiArguments,
-    documents_arguments,
-    typed,
-)
+from gleanrl.collectors.arguments import Arguments, MultiArguments, documents_arguments, typed
 from gleanrl.collectors.backend_choice import selects, unknown_backend, with_signature_of
 from gleanrl.collectors.base_collector import BaseCollector
 from gleanrl.collectors.central_setup import (

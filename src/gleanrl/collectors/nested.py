@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -125,10 +125,15 @@ class NestedSource(Verifiable):
         self._reports: list[tuple[int, Report]] = []
         """Per worker of the collector, for the batch that it gathers."""
         self._sums: defaultdict[int, EpisodeSums] = defaultdict(EpisodeSums)
+        self._mishaps: deque[Mishap] = deque()
+        """Those of the collector, which tells nobody else."""
+        self._takes_versions = False
+        """Whether it takes a parent's versions; one with its own way to receive may not."""
         if isinstance(collector, BaseCollector):
             self._layout = _layout_of(collector, masks)
-            collector.collection.engine.warns = False
-            reports = self._reports
+            self._takes_versions = type(collector).receive_models is BaseCollector.receive_models
+            engine, reports = collector.collection.engine, self._reports
+            engine.warns, self._mishaps = False, engine.mishaps
             collector.watch(lambda new, _: reports.extend(new.items()))
 
     @property
@@ -147,9 +152,8 @@ class NestedSource(Verifiable):
         frames, version = self._counted(batch)
         drift = max((report.drift for _, report in self._reports), default=0)
         self._reports.clear()
-        report = Report(
-            steps, frames, version, 0, None, ended, measured=measured, mishaps=self._mishaps()
-        )
+        mishaps = tuple(self._mishaps.popleft() for _ in range(len(self._mishaps)))
+        report = Report(steps, frames, version, 0, None, ended, measured=measured, mishaps=mishaps)
         report.drift = drift
         if batch is None:  # the collector has put it into a buffer of its own
             return report
@@ -167,12 +171,6 @@ class NestedSource(Verifiable):
         report.payload = batch
         return report
 
-    def _mishaps(self) -> tuple[Mishap, ...]:
-        if not isinstance(self.collector, BaseCollector):
-            return ()
-        newest = self.collector.collection.engine.mishaps
-        return tuple(newest.popleft() for _ in range(len(newest)))
-
     def _episodes(self) -> Ended:
         each = [self._sums[worker].add([report.ended])[0] for worker, report in self._reports]
         return episodes_that_ended(np.concatenate([NO_EPISODES, *each]))
@@ -185,11 +183,10 @@ class NestedSource(Verifiable):
         return env * share, policy * share, resets * share
 
     def _counted(self, batch: TensorDictBase | None) -> tuple[int, int]:
-        reports, collector = [report for _, report in self._reports], self.collector
+        reports = [report for _, report in self._reports]
         frames = sum(r.frames for r in reports) if batch is None else _valid_frames(batch)
-        if isinstance(collector, BaseCollector) and _takes_versions(collector):
-            return frames, min((report.policy_version for report in reports), default=0)
-        return frames, self._version
+        oldest = min((report.policy_version for report in reports), default=0)
+        return frames, oldest if self._takes_versions else self._version
 
     def _next(self) -> TensorDictBase | None:
         if self._batches is None:
@@ -236,11 +233,10 @@ class NestedSource(Verifiable):
     def load(self, snapshot: Snapshot) -> None:
         """Pass the weights to the collector, which passes them to its own workers."""
         copies = {name: cloned(weights) for name, weights in snapshot.models.items()}
-        if isinstance(self.collector, BaseCollector):
-            if _takes_versions(self.collector):
-                self.collector.receive_models(copies, snapshot.version)
-            elif copies:
-                self.collector.receive_models(copies)
+        if self._takes_versions:
+            self.collector.receive_models(copies, snapshot.version)
+        elif copies and isinstance(self.collector, BaseCollector):
+            self.collector.receive_models(copies)
         elif copies:
             self.collector.update_policy_weights_(weights_dict=copies)
         self._version = snapshot.version
@@ -338,11 +334,6 @@ def _layout_of(collector: BaseCollector, masks: bool) -> Layout | None:
     )
     groups = tuple(groups_of(fake))
     return Layout(tuple(fake.shape[:-1]), fields, fake.shape[-1], collector.n_env, groups)
-
-
-def _takes_versions(collector: BaseCollector) -> bool:
-    """Whether it takes a parent's versions; a collector with its own way to receive may not."""
-    return type(collector).receive_models is BaseCollector.receive_models
 
 
 def _fits(batch: TensorDictBase, layout: Layout, window: Window) -> bool:

@@ -194,11 +194,10 @@ class Collection:
         self.pipeline.forget(batch)  # these frames are missing from trajectories
         return batch
 
-    def newest(self) -> tuple[int, int]:
-        """Return the valid frames of the newest batch and the oldest policy version in it."""
-        reports = self._reports.values()
-        frames = sum(report.frames for report in reports)
-        return frames, min((report.policy_version for report in reports), default=0)
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version in the newest batch."""
+        return min((report.policy_version for report in self._reports.values()), default=0)
 
     def fake_tensordict(self) -> TensorDictBase:
         """Return a batch of zeros with the layout of the real ones.

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from gleanrl.collectors.checkpoints import check_saves
+from gleanrl.collectors.state_files import check_saves
 from gleanrl.core.deadline import Deadline
 from gleanrl.core.errors import ConfigError
 from gleanrl.memory.replay.buffer import ReplayBuffer

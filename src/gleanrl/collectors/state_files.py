@@ -1,4 +1,8 @@
-"""States of collectors as files: a JSON description, raw tensors and a checksum; no pickle.
+"""States of collectors on disk: a file, or a directory with the replay buffer of the same moment.
+
+A directory has the file ``state``, which names one of the folders ``buffer-…`` in it. The file is
+written last, so it and the folder belong together whatever ends the program. Earlier files
+(``state.1``, …) name folders of their own.
 
 A file is ``MAGIC``, the length and the checksum of all that follows, the length of the description,
 the description, and the bytes of the tensors that it lists, each at a multiple of 64. Nothing in a
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import uuid
@@ -28,7 +33,12 @@ from gleanrl.core.raw_bytes import raw_bytes
 from gleanrl.core.version import __version__
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.memory import tensor_files
+from gleanrl.memory.replay.buffer import ReplayBuffer
+from gleanrl.memory.replay.saving import locked
+from gleanrl.memory.replay.storages import LazyTensorStorage
 
+_STATE = "state"
+_FOLDER = re.compile(r"buffer-[0-9a-f]{32}")
 _MAGIC = b"GleanRL collector state\n"
 _VERSION = 1
 _HEAD = struct.Struct("<qIq")
@@ -39,16 +49,77 @@ _MARK = "!"
 """The key of JSON objects that are no dict with names as keys."""
 
 
-def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
+def check_saves(buffer: Any) -> ReplayBuffer:
+    """Return a replay buffer that can be saved with a collector."""
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, LazyTensorStorage):
+        raise ConfigError(
+            "a collector is saved and loaded with a ReplayBuffer of tensors (LazyTensorStorage and "
+            f"its kinds); its replay_buffer is {buffer!r:.200}"
+        )
+    return buffer
+
+
+def write(
+    path: Path,
+    facts: Mapping[str, Any],
+    state: Mapping[str, Any],
+    keep: int,
+    buffer: ReplayBuffer | None,
+) -> None:
+    """Write a state to the file ``path``, or with a ``buffer`` to the directory ``path``."""
+    if buffer is None:
+        if path.is_dir():
+            raise ConfigError(
+                f"{path} is a directory: give the path of a file in it; a directory is written by "
+                "save(..., replay_buffer=True)"
+            )
+        _write_file(path, {**facts, "buffer": None}, state, keep)
+        return
+    if path.is_file():
+        raise ConfigError(f"{path} is a file: save(..., replay_buffer=True) writes a directory")
+    path.mkdir(parents=True, exist_ok=True)
+    folder = path / f"buffer-{uuid.uuid4().hex}"
+    with locked(path):
+        try:
+            buffer.dumps(folder)
+            _write_file(path / _STATE, {**facts, "buffer": folder.name}, state, keep)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        _remove_unnamed(path)
+
+
+def _remove_unnamed(root: Path) -> None:
+    """Remove folders of buffers that no state names, such as those of a process that was killed."""
+    try:
+        named = [_read_facts(path)["buffer"] for path in root.glob(f"{_STATE}*")]
+    except ConfigError:  # a damaged state may name any of them
+        return
+    for other in root.iterdir():
+        if _FOLDER.fullmatch(other.name) and other.name not in named:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def read(path: Path) -> tuple[dict[str, Any], Any, Path | None]:
+    """Return the facts and the state that `write` has written, and the folder of the buffer."""
+    file = path / _STATE if path.is_dir() else path
+    facts, state = _read_file(file)
+    name = facts["buffer"]
+    if name is None:
+        return facts, state, None
+    if not isinstance(name, str) or not _FOLDER.fullmatch(name):
+        raise ConfigError(f"{file} names {name!r:.80} as its replay buffer")
+    return facts, state, file.parent / name
+
+
+# -- files: a JSON description, raw tensors and a checksum; no pickle ------------------------------
+
+
+def _write_file(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
     """Write a state; a file at ``path`` is a complete one at any moment.
 
-    Args:
-        path: The file; those that were there before are ``path.1``, ``path.2`` and so on.
-        facts: Part of the description, which `read` returns with the places of pickled parts.
-        state: Of a collector.
-        keep: The number of files to keep, this one included.
-
-    All files are as they were if it raises an error; these are listed by `BaseCollector.save`.
+    Earlier ones are ``path.1``, ``path.2`` and so on, ``keep`` in all. All files are as they were
+    if it raises an error; these are listed by `BaseCollector.save`.
     """
     writer = _Writer()
     described = writer.plain(state, "state")
@@ -62,7 +133,7 @@ def write(path: Path, facts: Mapping[str, Any], state: Mapping[str, Any], keep: 
         checksum, size = zlib.crc32(part, checksum), size + len(part)
     head_bytes = _MAGIC + _HEAD.pack(size, checksum, len(text))
     with tensor_files.drafted(path) as draft:
-        tensor_files.write_parts(draft, [head_bytes, text, *writer.parts])
+        tensor_files.write_new(draft, head_bytes, text, *writer.parts)
         _rotate(path, keep)
         tensor_files.publish(draft, path)
 
@@ -135,8 +206,8 @@ class _Writer:
         return number
 
 
-def read(path: Path) -> tuple[dict[str, Any], Any]:
-    """Return the description and the state in a file of `write`."""
+def _read_file(path: Path) -> tuple[dict[str, Any], Any]:
+    """Return the description and the state in a file of `_write_file`."""
     with _explained(path), tensor_files.open_regular(path) as file:
         size, checksum, text = _read_text(path, file)
         data = bytearray(size - len(text))
@@ -157,8 +228,8 @@ def read(path: Path) -> tuple[dict[str, Any], Any]:
         return {name: described[name] for name in _FACTS}, state
 
 
-def read_facts(path: Path) -> dict[str, Any]:
-    """Return the part of a description that `write` was given as facts, without a check of more."""
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return the facts that `_write_file` was given, without a check of more."""
     with _explained(path), tensor_files.open_regular(path) as file:
         described = json.loads(_read_text(path, file)[2])
         return {name: described[name] for name in _FACTS}

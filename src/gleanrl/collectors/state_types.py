@@ -53,7 +53,7 @@ _ENTRY: Kind = {
     "life": int,
     "lost": bool,
 }
-_OF_ALL: Kind = {
+OF_ALL: Mapping[str, Kind] = {
     "frames": int,
     "iter": int,
     "whole_frames": int,
@@ -74,13 +74,14 @@ _OF_ALL: Kind = {
     "ready": [(_BATCH, None)],
     "ledger": {"discards": {...: int}, "dropped": int, "unfinished": int},
 }
+"""Entries that are not those of one worker."""
 
 
 def check_types(state: Any) -> None:
     """Raise `ConfigError`, which names the entry, if one has another type than in saved states."""
     names = state if isinstance(state, Mapping) else ()
     workers = {name: _ENTRY for name in names if re.fullmatch(r"worker\d+", str(name))}
-    if at := _misfit(state, {**_OF_ALL, **_ENTRY, **workers}, "state"):
+    if at := _misfit(state, {**OF_ALL, **_ENTRY, **workers}, "state"):
         raise ConfigError(f"{NO_STATE} ({at} has another type)")
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from gleanrl.collectors import checkpoints
+from gleanrl.collectors import state_files
 from gleanrl.collectors.running_collection import Collection
 from gleanrl.collectors.state_types import NO_STATE, check_types, explained
 from gleanrl.core import messages as m
@@ -31,18 +31,6 @@ from gleanrl.envs.simulator_state import NeedsPickle, as_bytes, as_tensor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
 
-OF_ALL = (
-    "frames",
-    "iter",
-    "envs",
-    "statistics",
-    "schedule",
-    "trajectories",
-    "undelivered",
-    "ready",
-    "ledger",
-)
-"""Entries that are not those of one worker."""
 _OF_ANY_NUMBER = ("frames", "whole_frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
 VERIFIED_STEPS = 16
@@ -127,14 +115,14 @@ def save_to(
                 collection.warned_of_episodes = True
                 warn(f"environments will begin new episodes when the state is loaded: {why['why']}")
         facts = {"collector": name, "workers": collection.engine.workers}
-        checkpoints.write(path, facts, saved, keep, buffer)
+        state_files.write(path, facts, saved, keep, buffer)
 
 
 def read_from(
     collection: Collection, path: Path, name: str, allow_pickle: bool, environments: bool
 ) -> tuple[dict[str, Any], Path | None]:
     """Return a state for ``collection``, and the path of the replay buffer saved with it."""
-    facts, state, buffer = checkpoints.read(path)
+    facts, state, buffer = state_files.read(path)
     if facts["pickled"] and environments and not allow_pickle:
         raise ConfigError(
             f"{path} has pickled parts ({', '.join(map(str, facts['pickled'][:4]))}), which can "

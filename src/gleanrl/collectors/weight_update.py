@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -11,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+
+from gleanrl.core.options import warn
 
 WorkerId: TypeAlias = int | torch.device | str
 WorkerIds: TypeAlias = WorkerId | Sequence[WorkerId] | None
@@ -33,11 +34,10 @@ class WeightUpdaterBase:
         """Warn that new code should use schemes instead of updaters."""
         super().__init_subclass__(**kwargs)
         if cls.__module__ != __name__:
-            warnings.warn(
+            warn(
                 f"{cls.__name__} is a weight updater, which is retired; pass "
                 "weight_sync_schemes= to the collector, or weights to update_policy_weights_",
                 DeprecationWarning,
-                stacklevel=2,
             )
 
     @classmethod
@@ -200,14 +200,7 @@ DistributedWeightUpdater = RPCWeightUpdater = RayWeightUpdater = VanillaWeightUp
 
 
 def read_updater(given: Any) -> WeightUpdaterBase | None:
-    """Return the updater for the argument ``weight_updater=``.
-
-    Args:
-        given: An updater, something that returns one when called, or ``None``.
-
-    Raises:
-        TypeError: anything else.
-    """
+    """Return the updater that ``weight_updater=`` is or returns when called, or ``None``."""
     if given is None or isinstance(given, WeightUpdaterBase):
         return given
     # An updater of TorchRL's is no factory: calling it would update weights.

@@ -10,12 +10,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import torch
 
-from gleanrl.collectors.arguments import (
-    Arguments,
-    check,
-    read_exploration,
-    read_version,
-)
+from gleanrl.collectors.arguments import Arguments, check, read_exploration
 from gleanrl.collectors.inside_worker import serve_filling, serve_worker
 from gleanrl.collectors.update_schedule import read_sending
 from gleanrl.collectors.weight_update import read_updater
@@ -37,6 +32,7 @@ from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.rollout.source_builder import SourceBuilder
+from gleanrl.weights.module_weights import PolicyVersion
 
 Serve: TypeAlias = "Callable[[WorkerPlan, SourceOptions, Mapping[str, Any]], SourceFactory]"
 _OWN = {part.name for part in fields(OwnOptions)}
@@ -107,7 +103,8 @@ class WorkerPlan:
             arguments["exploration_type"], arguments["exploration_mode"]
         )
         self.max_lag = arguments["max_lag"]
-        self.version = read_version(arguments["track_policy_version"])
+        track = arguments["track_policy_version"]
+        self.version = PolicyVersion() if track is True else track or None
         self.updater = read_updater(arguments["weight_updater"])
         self._read_devices()
         self._read_batches()
@@ -170,11 +167,6 @@ class WorkerPlan:
             )
         self.pipeline = Pipeline(arguments, self.sink, self.storing_device)
 
-    def close_within(self, seconds: float) -> None:
-        """Have processes of environments be killed that do not end in so many ``seconds``."""
-        for env in self.functions if self.central else ():
-            env.shutdown_timeout = seconds
-
     # -- what each worker gets ---------------------------------------------------------------------
 
     def for_worker(self, worker: int) -> SourceOptions:
@@ -218,11 +210,7 @@ class WorkerPlan:
 def check_counts(
     envs: int, workers: int, what: str = "", advice: str = "lower num_envs or num_workers"
 ) -> None:
-    """Refuse numbers of environments and workers for which this machine lacks memory.
-
-    Raises:
-        ConfigError: ``envs`` in each of ``workers``, or in this process, need more than there is.
-    """
+    """Refuse ``envs`` in each of ``workers``, or in this process, for which memory is lacking."""
     what = what or f"{envs:,} environments" + f" in each of {workers:,} workers" * bool(workers)
     least = max(1, workers) * envs * _ENV_BYTES + workers * _WORKER_BYTES
     check_memory(least, what, advice, "memory")
@@ -243,27 +231,22 @@ def env_functions(
                 f"num_workers ({num_workers!r}) is ignored: create_env_fn has an entry for each of "
                 f"{len(create_env_fn)} workers"
             )
-        _warn_of_copies(list(create_env_fn))
-        return list(create_env_fn)
-    num_workers = default if num_workers is None else num_workers
-    if num_workers is None:
-        raise ArgumentTypeError(
-            "one create_env_fn for several workers needs num_workers=; or pass a list with one "
-            "entry per worker"
-        )
-    functions = [create_env_fn] * check_int("num_workers", num_workers, least=1)
-    _warn_of_copies(functions)
-    return functions
-
-
-def _warn_of_copies(functions: Sequence[Any]) -> None:
-    """Warn if several workers are to use one built Gymnasium (vector) environment."""
+        functions = list(create_env_fn)
+    else:
+        num_workers = default if num_workers is None else num_workers
+        if num_workers is None:
+            raise ArgumentTypeError(
+                "one create_env_fn for several workers needs num_workers=; or pass a list with one "
+                "entry per worker"
+            )
+        functions = [create_env_fn] * check_int("num_workers", num_workers, least=1)
     built = [env for env in functions if isinstance(env, gym.Env | gym.vector.VectorEnv)]
     if len({id(env) for env in built}) < len(built):
         warn(
             f"create_env_fn is one {built[0]} for several workers: each gets a copy in its present "
             "state, random numbers included; pass an id or a callable that makes one"
         )
+    return functions
 
 
 def env_functions_of(create_env_fn: Any, num_collectors: int | None) -> list[Any]:
@@ -305,10 +288,8 @@ def read_threshold(threshold: float | None, workers: int, sync: bool) -> int | N
     """Return the number of finished workers at which the others stop, ``None`` for all."""
     if threshold is None:
         return None
-    if not is_number(threshold):
+    if not (is_number(threshold) and 0 <= threshold <= 1):
         raise ConfigError(f"preemptive_threshold ({threshold!r}) must be a number in [0, 1]")
-    if not 0 <= threshold <= 1:
-        raise ConfigError(f"preemptive_threshold ({threshold}) must lie in [0, 1]")
     if threshold < 1 and not sync:
         warn(
             "preemptive_threshold has no effect on an asynchronous collector, where no worker "

@@ -21,11 +21,8 @@ class Processors(frozenset[int]):
 def read_affinity(name: str, value: Any, workers: int) -> list[Processors] | None:
     """Return the processors of each worker; ``None`` if nothing was said.
 
-    Args:
-        name: Of the argument.
-        value: One collection of processors per worker, a callable that returns that of a worker, or
-            ``"auto"`` for equal shares of what this process may use.
-        workers: Their number.
+    ``value`` has a collection of processors per worker, or is a callable that returns that of a
+    worker, or ``"auto"`` for equal shares of what this process may use.
     """
     if value is None:
         return None
@@ -38,11 +35,6 @@ def read_affinity(name: str, value: Any, workers: int) -> list[Processors] | Non
     if len(given) != workers:
         raise ConfigError(f"{name} has {len(given)} entries for {workers} workers")
     return [read_processors(f"{name}[{w}]", own, allowed) for w, own in enumerate(given)]
-
-
-def all_processors(workers: int) -> list[Processors]:
-    """Return for each worker all processors that this process may use."""
-    return [Processors(os.sched_getaffinity(0))] * workers
 
 
 def read_processors(name: str, value: Any, allowed: Collection[int]) -> Processors:

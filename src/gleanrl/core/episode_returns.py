@@ -31,14 +31,8 @@ If episodes have been added up, it is what `episodes_that_ended` returns.
 def mean_rewards(rewards: Sequence[torch.Tensor], size: Sequence[int]) -> Array:
     """Return one reward per frame: that of the environment, or the mean of its agents' rewards.
 
-    This is what returns are added up from, wherever they are shown.
-
-    Args:
-        rewards: ``[*size, ...]`` each, one tensor per group of agents.
-        size: The shape of the result.
-
-    Returns:
-        float64 of shape ``size``; 0 where there are no rewards.
+    This is what returns are added up from, wherever they are shown. There is one tensor ``[*size,
+    ...]`` per group of agents; the result is float64 of shape ``size``, 0 without rewards.
     """
     flat = [r.detach().to("cpu", torch.float64).reshape(*size, -1) for r in rewards]
     elements = torch.cat(flat, -1) if flat else torch.zeros(*size, 0)
@@ -82,10 +76,9 @@ class EpisodeSums:
     many are added up at once.
     """
 
-    def __init__(self, envs: int = 0) -> None:
-        """Start before the first rollout of ``envs`` environments; by default it tells how many."""
-        self.running: Array = np.zeros((2, envs))
-        """Return and length of the running episode of each environment."""
+    def __init__(self) -> None:
+        self.running: Array = np.zeros((2, 0))
+        """Return and length of the running episode of each environment, once these are known."""
 
     def state(self) -> torch.Tensor:
         """Return the running episodes."""

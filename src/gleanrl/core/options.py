@@ -93,8 +93,13 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 def check_int(name: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as a whole number; numpy's integers and ``1e6`` are accepted."""
-    number = _as_int(value)
-    if number is None:
+    number: int | None = None
+    try:
+        number = operator.index(value)
+    except TypeError:  # numbers of frames are often written in scientific notation
+        if isinstance(value, (float, np.floating)) and float(value).is_integer():
+            number = int(value)
+    if number is None or isinstance(value, bool):
         raise ConfigError(f"{name} ({value!r}) must be a whole number")
     if least is not None and number < least:
         raise ConfigError(f"{name} ({number}) must be at least {least}")
@@ -128,18 +133,6 @@ def seconds(name: str, value: Any) -> float:
             f"{name} ({value!r}) must be a positive number of seconds, at most {_MOST_S:,}"
         )
     return float(value)
-
-
-def _as_int(value: Any) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        pass
-    # Floats: budgets of frames are often written in scientific notation.
-    integral = isinstance(value, (float, np.floating)) and float(value).is_integer()
-    return int(value) if integral else None
 
 
 def read_device(name: str, value: torch.device | str | int | None) -> torch.device | None:

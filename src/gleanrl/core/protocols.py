@@ -225,11 +225,7 @@ class Backend(Protocol):
         """
 
     def end(self, worker: int) -> bool:
-        """End ``worker``, which was lost, if it still runs; never raises.
-
-        Returns:
-            Whether it certainly writes into no window any more.
-        """
+        """End ``worker``, which was lost; tell if it certainly writes no more. Never raises."""
 
     def wait(self, timeout: float) -> None:
         """Wait until `receive` may have something, at most ``timeout`` seconds.

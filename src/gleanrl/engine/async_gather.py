@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.engine.batch_delivery import Slots
-from gleanrl.engine.frame_counts import FrameCounts
-from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
+from gleanrl.engine.gather import TASK, FrameCounts, Gather, Rollouts, Undelivered, reports_of
 from gleanrl.engine.session import Session, Ticket
 
 _DEPTH = 2

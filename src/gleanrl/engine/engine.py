@@ -16,8 +16,7 @@ from gleanrl.core.options import FrameLimits
 from gleanrl.core.window import Window
 from gleanrl.engine.async_gather import AsyncGather
 from gleanrl.engine.batch_delivery import BatchOptions, BatchPlan
-from gleanrl.engine.frame_counts import FrameCounts
-from gleanrl.engine.gather import Gather, Rollouts, Undelivered
+from gleanrl.engine.gather import FrameCounts, Gather, Rollouts, Undelivered
 from gleanrl.engine.session import Session
 from gleanrl.engine.sync_gather import SyncGather
 

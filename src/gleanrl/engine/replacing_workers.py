@@ -33,11 +33,8 @@ class Replacements:
     ) -> None:
         """Replace workers of ``session`` from now on, including workers lost before.
 
-        Args:
-            session: With the workers; its backend starts replacements, as `NetworkBackend.replace`.
-            allowed: How often each worker may be replaced, and within how many seconds.
-            commands: Returns those for the replacement of a worker, in its new life; must not keep
-                the session alive.
+        Each may be replaced so often, in so many seconds, as is ``allowed``. ``commands`` returns
+        those for the replacement of a worker in its new life; it must not keep the session alive.
         """
         self._session, self._commands = session, commands
         self._backend: Any = session.backend

@@ -12,17 +12,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
-from gleanrl.core.errors import (
-    WORKER_NAME,
-    ClosedError,
-    CollectorTimeout,
-    GleanError,
-    WorkerDied,
-)
+from gleanrl.core.errors import WORKER_NAME, ClosedError, CollectorTimeout, GleanError, WorkerDied
 from gleanrl.core.layout import Layout
 from gleanrl.core.options import warn
 from gleanrl.core.platforms import naming_limits
@@ -76,16 +70,6 @@ class Ticket:
         return self.reply.error if isinstance(self.reply, m.Failed) else copy(self.lost)
 
 
-class Replacing(Protocol):
-    """Replaces lost workers."""
-
-    def replace(self, worker: int) -> str:
-        """Start a replacement if there may be one; return the end of the warning."""
-
-    def welcome(self, reply: m.Ready) -> list[m.Command]:
-        """Return the commands that bring a replacement up to date, before any other command."""
-
-
 class Session:
     """Starts the workers of a backend, sends them commands and gives every reply to its ticket.
 
@@ -107,8 +91,8 @@ class Session:
     """Whether nothing continues without a worker that is not being replaced."""
     rollout_s: float | None = None
     """Seconds that a rollout may take, also while a command waits for its end."""
-    replacing: Replacing | None = None
-    """Replaces lost workers, if the user wants that."""
+    replacing: Any = None
+    """`Replacements` of lost workers, if the user wants these."""
     tells = True
     """Whether losses are warned of and counted here."""
     warns = True
@@ -125,13 +109,7 @@ class Session:
         *,
         start_timeout: float | None = 120.0,
     ) -> None:
-        """Start the workers and read the layout of their steps.
-
-        Args:
-            make_backend: Builds the backend from a function that maps windows.
-            factories: One per worker.
-            start_timeout: Seconds all workers together may take to come up.
-        """
+        """Start a worker per factory, all in ``start_timeout`` seconds, and read their layouts."""
         self.workers = count = len(factories)
         self.joining = set(range(count))
         """Workers that are expected to come up: at first all, later replacements."""
@@ -404,11 +382,7 @@ class Session:
         return ticket
 
     def receive_one(self, timeout: float | None) -> bool:
-        """Receive one reply for its ticket, or a loss; return ``False`` if there was none in time.
-
-        Raises:
-            WorkerDied: the backend has ended.
-        """
+        """Receive a reply for its ticket, or a loss; return ``False`` if none came in time."""
         try:
             reply = self.backend.receive(timeout)
         except CollectorTimeout:
@@ -569,8 +543,8 @@ class Session:
             except Exception as err:
                 return err
             self.changes += 1
-            name = self.name_of(worker)
-            self._tell("relaunches", f"{name} was replaced and takes part again")
+            if self.tells:
+                self.note("relaunches", f"{self.name_of(worker)} was replaced and takes part again")
         self.processes[worker] = reply.process
         self.joining.discard(worker)
         self.lost.pop(worker, None)
@@ -606,15 +580,11 @@ class Session:
             self.newest_losses.append((time.time(), self.name_of(worker), str(error)))
         self.last_reply[worker] = time.monotonic()  # from then on a replacement is waited for
         more = "" if self.replacing is None else self.replacing.replace(worker)
-        if self.can_continue:
-            goes_on = "waits" if self.needs_all else "continues without it"
-            self._tell("workers_lost", f"collection {goes_on}{more}: {error}")
-        elif more:
+        if not self.can_continue:
             error.args = (f"{error}{more}",)
-
-    def _tell(self, counter: str, text: str) -> None:
-        if self.tells:
-            self.note(counter, text)
+        elif self.tells:
+            goes_on = "waits" if self.needs_all else "continues without it"
+            self.note("workers_lost", f"collection {goes_on}{more}: {error}")
 
     def note(self, counter: str, text: str) -> None:
         """Keep a survived failure for a collector around this one; warn of it unless that does."""
@@ -629,12 +599,8 @@ class Session:
 
         In a forked child, which has none of the workers' processes, they are only let go of. If
         this thread is in the middle of a rollout of its own, that ends after its step, and then all
-        of it.
-
-        Args:
-            timeout: Seconds it may take.
-            close_env: ``False`` leaves the environments open.
-            raise_on_error: Raise the exception of an environment's ``close``.
+        of it. ``close_env=False`` leaves environments open; ``raise_on_error`` raises the exception
+        of an environment's ``close``.
         """
         if self.closed:
             return

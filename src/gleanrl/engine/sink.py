@@ -115,11 +115,10 @@ class _BufferSink(Sink):
             )
 
     def store(self, batch: TensorDictBase) -> int:
-        """Store ``batch``.
+        """Store ``batch``; it has to have trajectory ids if the buffer samples slices.
 
-        Raises:
-            ConfigError: the buffer samples slices, and the batch has no trajectory ids. End flags
-                do not replace them: a reset ends a trajectory as well, and so does the next worker.
+        End flags do not replace them: a reset ends a trajectory as well, and so does the next
+        worker.
         """
         if self._needs_ids and batch.get(TRAJ_IDS, None) is None:
             raise ConfigError(

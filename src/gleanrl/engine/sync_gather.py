@@ -11,8 +11,7 @@ from tensordict import TensorDictBase
 from gleanrl.core import messages as m
 from gleanrl.core.deadline import Deadline
 from gleanrl.engine.batch_delivery import Slots
-from gleanrl.engine.frame_counts import FrameCounts
-from gleanrl.engine.gather import TASK, Gather, Rollouts, Undelivered, reports_of
+from gleanrl.engine.gather import TASK, FrameCounts, Gather, Rollouts, Undelivered, reports_of
 from gleanrl.engine.session import Session, Ticket
 
 _EXIT_GRACE_S = 2.0
@@ -126,12 +125,10 @@ class SyncGather(Gather):
                     counts.deliver(0, report.frames)
 
     def _finish(self, begun: _Round) -> None:
-        """Wait for all replies, but after a failure only a moment, in which rollouts are stopped.
+        """Wait for all replies, after a failure only a moment, in which rollouts are stopped.
 
-        Replacements of lost workers make these workers' rollouts.
-
-        Raises:
-            Exception: the first failure, which may be that of an earlier command.
+        Replacements of lost workers make these workers' rollouts. Raises the first failure, which
+        may be that of an earlier command.
         """
         session, failures = self.session, list[BaseException]()
         for worker in range(len(begun.tickets)):

@@ -167,13 +167,8 @@ class WeightDelivery(Models):
     ) -> None:
         """Set up the publisher of ``policy``, which is sent when nothing else is given.
 
-        Args:
-            session: With the workers that run the models.
-            policy: The learner's.
-            made_by_factory: Whether workers made their own.
-            schemes: Per model id; shared memory by default.
-            devices: Per worker, that of its policy.
-            keep: Whether messages are kept, for replacements of workers.
+        ``devices`` are those of the workers' policies. With ``keep``, messages are kept for
+        replacements of workers.
         """
         super().__init__(session, policy, schemes)
         self._factory = made_by_factory

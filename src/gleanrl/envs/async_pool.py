@@ -16,12 +16,7 @@ from gleanrl.core.window import Array, Window
 from gleanrl.envs.result_writers import VectorReset
 from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.vector import (
-    EnvPoolResets,
-    VectorAdapter,
-    VectorResets,
-    is_envpool,
-)
+from gleanrl.envs.vector import EnvPoolResets, VectorAdapter, VectorResets, is_envpool
 
 
 class AsyncPool(VectorAdapter):
@@ -34,14 +29,7 @@ class AsyncPool(VectorAdapter):
     _resets: _EnvPool | _Ale
 
     def __init__(self, env: Any, options: OwnOptions, again: Callable[[], Any] | None) -> None:
-        """Take over ``env``, which was not reset.
-
-        Args:
-            env: The pool.
-            options: How data are stored, and whether an EnvPool may be called otherwise than as it
-                is.
-            again: Makes another one like it, if that is known.
-        """
+        """Take over ``env``, which was not reset; ``again`` makes another one, if that is known."""
         resets = _EnvPool(env, options) if is_envpool(env) else _Ale(env, again)
         super().__init__(resets, options)
         self.can_cut = False
@@ -144,8 +132,7 @@ def _drawn_seed() -> int:
 def is_async_pool(env: Any) -> bool:
     """Tell whether ``env`` answers for some of its environments at a time.
 
-    Raises:
-        ConfigError: it is a wrapper around one that does: it would not know whose results it gets.
+    A wrapper around one that does is refused: it would not know whose results it gets.
     """
     if is_envpool(env):
         return bool(env.is_async)

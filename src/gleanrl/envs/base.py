@@ -26,7 +26,7 @@ from gleanrl.envs.tensordict_envs import (
     widened,
     with_all_flags,
 )
-from gleanrl.envs.unmodified import unmodified
+from gleanrl.operations.proofs import unmodified
 
 Self = TypeVar("Self", bound="EnvBase")
 TensorDictPolicy = Callable[[TensorDictBase], Any]
@@ -373,10 +373,7 @@ class EnvBase(nn.Module, abc.ABC):
         return data
 
     def _begin(
-        self,
-        root: TensorDictBase,
-        before: TensorDictBase | None,
-        masks: Mapping[Key, torch.Tensor],
+        self, root: TensorDictBase, before: TensorDictBase | None, masks: Mapping[Key, torch.Tensor]
     ) -> None:
         """Add the entries of environments that were not reset, and check that the others begin."""
         for prefix in {key[:-1] for key in masks}:

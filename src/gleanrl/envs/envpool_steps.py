@@ -32,11 +32,9 @@ _ENDED = np.greater(_DONE, _CUT).tolist()
 def direct_step(env: Any) -> Callable[..., Any] | None:
     """Return a function with the results of ``env.step`` in one rollout, but fewer calls.
 
-    Its ``infos`` have only ``"env_id"``.
-
-    Returns:
-        A function of the actions and ids; ``None`` until ``env`` has checked the actions of its
-        first step, and if anything that a step uses is not known to be EnvPool's own.
+    It takes actions and ids; its ``infos`` have only ``"env_id"``. ``None`` until ``env`` has
+    checked the actions of its first step, and if anything that a step uses is not known to be
+    EnvPool's own.
     """
     own = vars(env).keys()
     if "_check_action_finished" not in own or not own.isdisjoint((*_PYTHON, *_CPP)):

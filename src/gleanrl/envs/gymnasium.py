@@ -32,7 +32,7 @@ from gleanrl.envs.row_env import EnvRows, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.unmodified import remembered, unmodified
+from gleanrl.operations.proofs import remembered, unmodified
 
 _FLAGS = (TERMINATED, TRUNCATED, DONE)
 _NOTHING: tuple[int, ...] = ()
@@ -46,6 +46,8 @@ class WindowEnv(EnvRows):
     _info_writer = InfoWriter
     _batched = False
     """Whether one call steps all environments."""
+    _casts = ""
+    """Kinds of dtypes that are cast whatever the user wants."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class WindowEnv(EnvRows):
         leaves = observation_leaves(observed)
         fields = [leaf_field(leaf, options.observation_dtype) for leaf in leaves]
         infos = info_fields(options.info_keys, fields)
-        casts = options.observation_dtype is not None
+        casts = self._casts if options.observation_dtype is None else "f"
         info_writers = [self._info_writer(name, field) for name, field in infos.items()]
         leaf_writers = [
             self._leaf_writer(leaf, field, casts)
@@ -112,14 +114,10 @@ class GymnasiumEnv(WindowEnv):
         seeds: Sequence[int | None] = (),
         face: EnvBase | None = None,
     ) -> None:
-        """Take over ``envs``.
+        """Take over ``envs``, which have the same spaces.
 
-        Args:
-            envs: Environments that were built; the spaces of the first are read.
-            batch_shape: ``()`` for a single one, else ``(P,)`` or nested batches of ``P``.
-            options: How data are stored.
-            seeds: The seed of each environment's next reset.
-            face: The user's environment, if these were taken out of it.
+        ``batch_shape`` is ``()`` for a single one, else ``(P,)`` or nested batches of ``P``.
+        ``seeds``: of the next resets. ``face``: the user's environment, if these were taken out.
         """
         self.envs = self.stateful = list(envs)
         first = self.envs[0]
@@ -296,10 +294,7 @@ def check_spaces(envs: Sequence[gym.Env[Any, Any]]) -> None:
                 )
 
 
-_CALL_CHECKS = (
-    remembered(gym.wrappers.OrderEnforcing),
-    remembered(gym.wrappers.PassiveEnvChecker),
-)
+_CALL_CHECKS = (remembered(gym.wrappers.OrderEnforcing), remembered(gym.wrappers.PassiveEnvChecker))
 
 
 def without_call_checks(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:

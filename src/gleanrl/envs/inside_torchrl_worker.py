@@ -70,9 +70,7 @@ class _Called:
 def _told(base: Any, channel: Any, value: _Called) -> str:
     """Return the text of ``value`` in the worker at the other end of ``channel``.
 
-    Raises:
-        ConnectionError, EOFError: it ended.
-        TimeoutError: it did not answer in the time that TorchRL gives it.
+    `TimeoutError` if it does not answer in the time that TorchRL gives it.
     """
     channel.send((_STR, ((value,), {})))
     if not channel.poll(base.BATCHED_PIPE_TIMEOUT):
@@ -81,11 +79,7 @@ def _told(base: Any, channel: Any, value: _Called) -> str:
 
 
 def take_over() -> bool:
-    """Carry out steps from now on, in the worker whose loop is receiving the call of this.
-
-    Returns:
-        Whether that is so.
-    """
+    """Try to carry out steps from now on, in the worker whose loop receives the call of this."""
     frame: FrameType | None = sys._getframe()
     with suppress(Exception):  # the loop goes on as it is
         loop = _proven_loop()

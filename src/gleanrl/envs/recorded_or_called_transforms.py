@@ -8,7 +8,6 @@ there, and in all other phases, a transform is called as it is.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from tensordict import TensorDict, TensorDictBase
 from gleanrl.core.errors import EnvError
 from gleanrl.core.keys import Key, as_key, format_key
 from gleanrl.operations.op_recorder import OpRecorder, Unknown
-from gleanrl.operations.proofs import qualified
 
 Entries = dict[Key, torch.Tensor]
 Phase = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -71,10 +69,10 @@ class Treatment:
         return self.stateful or (bool(self.called) and not self.lives)
 
 
-def _each(treated: Treatment, *modules: str) -> dict[str, Treatment]:
-    """Return transforms by full name; ``"_clip ClipTransform ExpandAs"``: two of one module."""
-    split = (module.split() for module in modules)
-    return {f"{home}.{name}": treated for home, *names in split for name in names}
+def _each(treated: Treatment, *modules: str) -> dict[tuple[str, str], Treatment]:
+    """Return transforms by module and name; ``"_clip ClipTransform ExpandAs"``: two of one."""
+    split = (f"torchrl.envs.transforms.{module}".split() for module in modules)
+    return {(home, name): treated for home, *names in split for name in names}
 
 
 _TREATMENTS = {
@@ -96,9 +94,7 @@ _TREATMENTS = {
     **_each(Treatment(alone=True), "_action DiscreteActionProjection"),
     **_each(Treatment(stateful=True), "_misc TimeMaxPool", "_observation CatFrames"),
     **_each(
-        Treatment(stateful=True, counts_others=True),
-        "_normalization VecNorm",
-        "vecnorm VecNormV2",
+        Treatment(stateful=True, counts_others=True), "_normalization VecNorm", "vecnorm VecNormV2"
     ),
     **_each(Treatment(("_reset",)), "_env TrajCounter"),
     **_each(Treatment(("_step", "_reset"), alone=True), "_action ActionMask"),
@@ -108,21 +104,12 @@ _TREATMENTS = {
 
 
 def treatment(transform: Any) -> Treatment:
-    """Return how a transform of TorchRL's is stepped.
-
-    Raises:
-        Unproven: it is not known.
-    """
-    kind: Any = type(transform)
-    return _treatment_of(kind)
-
-
-@functools.cache
-def _treatment_of(kind: type) -> Treatment:
-    name = qualified(kind).removeprefix("torchrl.envs.transforms.")
-    if name not in _TREATMENTS:
+    """Return how a transform of TorchRL's is stepped, or raise `Unproven`."""
+    kind = type(transform)
+    found = _TREATMENTS.get((kind.__module__, kind.__qualname__))
+    if found is None:
         raise Unproven(f"{kind.__name__} is not known to depend on the data of one step alone")
-    return _TREATMENTS[name]
+    return found
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -133,7 +120,6 @@ class Method:
     """What a transform does in one phase of a step."""
 
     name: str
-    """The transform's name."""
     call: Phase
     trial: Phase | None = None
     """The same of a copy, if a call changes the transform; ``None``: it depends on settings and
@@ -168,13 +154,9 @@ def record(
 ) -> TransformProgram:
     """Run ``methods`` one after the other on ``data``, and record the calls that do it again.
 
-    Args:
-        methods: Phases of transforms that depend on nothing but their settings and the data.
-        before: Memory of the data before the step.
-        data: Memory of the data to transform. Nothing is written there.
-        batch: The dimensions that all data begin with.
-        settings: Tensors of transforms that are read at every replay.
-        constants: Tensors of transforms a change of which is noticed elsewhere.
+    Nothing is written to ``data``, nor to those ``before`` the step. All begin with the dimensions
+    ``batch``. ``settings``: Tensors of transforms that are read at every replay. ``constants``:
+    those a change of which is noticed elsewhere.
 
     Raises:
         Unproven: a method raised an error, or changes other tensors than those of its state.
@@ -257,12 +239,7 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _call(
-    call: Phase,
-    before: Entries,
-    data: Entries,
-    batch: tuple[int, ...],
-) -> Entries:
+def _call(call: Phase, before: Entries, data: Entries, batch: tuple[int, ...]) -> Entries:
     """Call ``call`` on copies; return its results, in memory of their own."""
     copies = [{key: value.clone() for key, value in part.items()} for part in (before, data)]
     out = call(*(_tensordict(part, batch) for part in copies))

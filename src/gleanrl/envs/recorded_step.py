@@ -47,12 +47,9 @@ class RecordedStep:
     """The steps of an environment of `Parts`, with the present settings of its transforms."""
 
     def __init__(self, layout: EnvLayout, parts: Parts, passed: Collection[Key] = ()) -> None:
-        """Record the transforms.
+        """Record the transforms in ``parts``.
 
-        Args:
-            layout: The entries of the environment.
-            parts: The parts of the environment.
-            passed: Observations that the policy writes under ``"next"`` before each step.
+        ``passed``: Observations that the policy writes under ``"next"`` before each step.
         """
         self.parts = parts
         self.reset_s = 0.0

@@ -74,11 +74,7 @@ def _not_sent(name: str, err: Exception) -> gym.envs.registration.EnvSpec:
 
 
 def registrations(dump: Callable[[Any], bytes]) -> Registrations:
-    """Return the registered environments of this process.
-
-    Args:
-        dump: Pickles by value what other processes cannot import.
-    """
+    """Return the registrations here; ``dump`` pickles by value what others cannot import."""
     specs = list(gym.registry.values())
     groups = [[spec for spec in specs if isinstance(spec.entry_point, str)]]
     groups += [[spec] for spec in specs if not isinstance(spec.entry_point, str)]

@@ -26,13 +26,7 @@ from gleanrl.envs.rehearsal_stand_ins import Tape, TapedWorker
 from gleanrl.envs.tensordict_envs import TensorDictHandle
 from gleanrl.envs.tensordict_rows import TensorDictRows
 from gleanrl.envs.torchrl_members import FLAGS
-from gleanrl.envs.torchrl_parts import (
-    Parts,
-    keep_nothing,
-    parts_of,
-    tensors_of,
-    twin_of,
-)
+from gleanrl.envs.torchrl_parts import Parts, keep_nothing, parts_of, tensors_of, twin_of
 from gleanrl.envs.torchrl_rows import TransformedRows
 
 _STEPS = 10
@@ -43,12 +37,9 @@ _CUTS = (0, 6)
 
 
 def transformed_rows(handle: TensorDictHandle, fresh: bool = False) -> TransformedRows:
-    """Return the environment of ``handle``, which was reset once, as rows.
+    """Return the environment of ``handle``, which was reset once, as rows, or raise `Unproven`.
 
     A ``fresh`` one has no other user, so it may be changed.
-
-    Raises:
-        Unproven: it has to be stepped by its own methods.
     """
     with unproven_on_error():
         parts = parts_of(handle.env)

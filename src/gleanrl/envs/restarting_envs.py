@@ -30,11 +30,7 @@ class Restarts:
         self.failures: list[str] = []
 
     def count(self, env: int, error: Exception) -> None:
-        """Note ``error``, after which environment ``env`` is to be built anew.
-
-        Raises:
-            Exception: the error, if it may not be built as often.
-        """
+        """Note ``error``, after which ``env`` is to be built anew; raise it if it may not be."""
         allowed = self._allowed[env]
         if not allowed.take():
             note(error, f"environment {env} is not built anew again (max_env_restarts={allowed})")
@@ -43,15 +39,11 @@ class Restarts:
         self.failures.append(f"environment {env} was built anew, because it raised:\n{text}")
 
     def built(self, env: int, build: Callable[[], T]) -> T:
-        """Return the result of ``build``, which is called again after an error, without delay.
-
-        Raises:
-            ConfigError: of this library, which another attempt does not change.
-        """
+        """Return the result of ``build``, which is called again after an error, without delay."""
         while True:
             try:
                 return build()
-            except ConfigError:
+            except ConfigError:  # which another attempt does not change
                 raise
             except Exception as err:
                 self.count(env, err)
@@ -74,15 +66,7 @@ class RestartingEnv(GymnasiumEnv):
         options: GymOptions,
         restarts: Restarts,
     ) -> None:
-        """Take over ``envs``.
-
-        Args:
-            envs: Environments that were built.
-            makers: Each builds another one like that of ``envs``.
-            batch_shape: See `GymnasiumEnv`.
-            options: How data are stored.
-            restarts: How often each may still be built anew.
-        """
+        """Take over ``envs``; each of ``makers`` builds another one like that of ``envs``."""
         super().__init__(envs, batch_shape, options)
         self._spaces = envs[0].observation_space, envs[0].action_space
         self._makers = list(makers)

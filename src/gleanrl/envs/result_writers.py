@@ -116,16 +116,13 @@ class LeafWriter(FieldWriter):
     each would cost every step. Byte order never matters.
     """
 
-    _always = ""
-    """Kinds of dtypes that are cast whatever the user wants."""
-
-    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
-        """Write ``leaf`` to ``field``; ``casts`` takes floats of any width."""
+    def __init__(self, leaf: Leaf, field: Field, casts: str) -> None:
+        """Write ``leaf`` to ``field``; kinds of dtypes in ``casts`` are cast, floats to floats."""
         super().__init__(field)
         self._leaf = leaf
         self._declared = np.dtype(leaf.space.dtype)
         self._target = field.numpy_dtype
-        self._casts = "f" if casts and self._declared.kind == "f" else self._always
+        self._casts = casts if casts != "f" or self._declared.kind == "f" else ""
         self._changes = self._declared != self._target
         self._get: Callable[[Any], Any] | None = leaf.of if leaf.path else None
         if len(leaf.path) == 1:
@@ -243,12 +240,6 @@ def part_missing(who: str, leaf: Leaf, observation: Any) -> EnvError:
 
 def _name(where: int | str) -> str:
     return where if isinstance(where, str) else f"environment {where}"
-
-
-class CastingLeafWriter(LeafWriter):
-    """Casts whatever has the declared shape, as TorchRL's wrappers do."""
-
-    _always = NUMBERS
 
 
 class VectorLeafWriter(LeafWriter):

@@ -22,8 +22,8 @@ from gleanrl.envs.simulator_state import StateError
 from gleanrl.envs.specs import Binary, Composite, Unbounded, masked_specs
 from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict_envs import spec_fields, spec_groups, spec_trees
-from gleanrl.envs.unmodified import remembered
 from gleanrl.memory.tensordicts import tensordict_over
+from gleanrl.operations.proofs import remembered
 
 
 def refuse_seed(given: Mapping[str, Any]) -> None:
@@ -84,14 +84,9 @@ class EnvRows(Resumable):
     ) -> EnvRows | None:
         """Return rows that step the members of these and of ``others``, in place of ``face``.
 
-        Args:
-            others: More rows of this class, with the same `options`.
-            face: The environment that the rows were taken out of; they get its batch size.
-            options: How the user wants data to be stored; ``None`` leaves that to the rows.
-            fresh: Whether nobody else uses the members, so that they may be changed.
-
-        Returns:
-            ``None`` if they cannot be stepped as one batch.
+        The ``others`` have the same class and `options`. All get the batch size of ``face``, out of
+        which they were taken, and the user's ``options``, if any. ``fresh``: Nobody else uses the
+        members, so they may be changed. ``None``: they cannot be stepped as one batch.
         """
         return None
 
@@ -106,11 +101,7 @@ class EnvRows(Resumable):
         """Reset ``envs`` (all of them by default) and write their root fields into ``carry``."""
 
     def begin(self, window: Window, carry: Window) -> None:
-        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``.
-
-        Raises:
-            ConfigError: a method was replaced where rows do not notice.
-        """
+        """Bind to the rows of ``window``; ``carry`` (one step long) receives root row ``T``."""
         if self.face is not None and not self.face.is_face():
             raise ConfigError(
                 f"a method of {self.inner!r:.100} was replaced after the collector was built, "

@@ -107,14 +107,8 @@ def _restarting(
         envs.append(without_call_checks(env))
     check_spaces(envs)
     shape = (len(envs),) if batch else ()
-    makers = [partial(_anew, item, kwargs) for item in items]
+    makers = [lambda item=item: without_call_checks(build(item, kwargs)) for item in items]
     return RestartingEnv(envs, makers, shape, options.storing(), restarts)
-
-
-def _anew(given: Any, kwargs: Mapping[str, Any]) -> gym.Env[Any, Any]:
-    """Build another Gymnasium environment of ``given``."""
-    env: gym.Env[Any, Any] = build(given, kwargs)
-    return without_call_checks(env)
 
 
 def _batch(built: list[Any], options: SourceOptions, made: Sequence[Any]) -> Made:
@@ -176,12 +170,7 @@ def _adapt(env: Any, options: SourceOptions, fresh: bool) -> Made:
 def make_vector(env: Any, options: SourceOptions) -> VectorAdapter:
     """Return the adapter for the reset mode of ``env``.
 
-    Args:
-        env: A `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
-        options: How data are stored, and whether an EnvPool may be called otherwise than as it is.
-
-    Returns:
-        A `DenseVectorEnv` in SAME_STEP and DISABLED mode, a pool in NEXT_STEP mode and for EnvPool.
+    ``env`` is a `gymnasium.vector.VectorEnv` or an EnvPool made with ``envpool.make_gymnasium``.
     """
     if is_envpool(env):
         return NextStepPool(EnvPoolResets(env, options), options)
@@ -190,9 +179,7 @@ def make_vector(env: Any, options: SourceOptions) -> VectorAdapter:
     # some of Gymnasium's own refuse the mask or lose it on the way.
     known = isinstance(env, (SyncVectorEnv, AsyncVectorEnv))
     resets = VectorResets(
-        env,
-        in_step=mode is AutoresetMode.SAME_STEP,
-        singly=known or mode is AutoresetMode.DISABLED,
+        env, in_step=mode is AutoresetMode.SAME_STEP, singly=known or mode is AutoresetMode.DISABLED
     )
     device = tensor_device(resets.begin())
     if device is not None and mode is AutoresetMode.SAME_STEP:

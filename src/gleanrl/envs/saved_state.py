@@ -50,9 +50,7 @@ _ABSENT: Any = type("_Absent", (), {})()
 def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
     """Return the state of an environment, or of a list of them, which errors call ``at``.
 
-    Raises:
-        StateError: names a part whose state cannot be saved.
-        NeedsPickle: names a part that can only be pickled.
+    `StateError` names a part whose state cannot be saved, `NeedsPickle` one only for pickle.
     """
     return Saver(allow_pickle).save(value, at)
 
@@ -60,10 +58,7 @@ def save_state(value: Any, allow_pickle: bool = False, at: str = "env") -> Node:
 def load_state(value: Any, state: Node, allow_pickle: bool = False) -> Any:
     """Load a state from `save_state` into environments that were made alike; return them.
 
-    Nothing changes before all parts were read.
-
-    Raises:
-        StateError: it does not fit; the environments have to be reset.
+    Nothing changes before all parts were read. After a `StateError`, environments must be reset.
     """
     loader = Loader(allow_pickle)
     try:
@@ -374,10 +369,6 @@ def _load_tensordict(loader: Loader, parts: Any, present: Any, at: str) -> Any:
     return value
 
 
-def _load_nontensor(loader: Loader, parts: Any, present: Any, at: str) -> Any:
-    return NonTensorData(loader.load(parts[0], _ABSENT, at), batch_size=parts[1])
-
-
 # -- objects ---------------------------------------------------------------------------------------
 
 
@@ -471,8 +462,7 @@ def _fill_hooked(loader: Loader, value: Any, parts: Any, present: Any, at: str) 
 
 
 def _save_simulator(saver: Saver, value: Any, at: str) -> list[Any]:
-    simulator = simulator_of(type(value))
-    assert simulator is not None
+    simulator: Any = simulator_of(type(value))
     return [name_of(type(value)), simulator[0](value)]
 
 
@@ -481,8 +471,7 @@ def _fill_simulator(loader: Loader, value: Any, parts: Any, present: Any, at: st
 
 
 def _restore_simulator(present: Any, saved: Any, at: str) -> None:
-    simulator = simulator_of(type(present))
-    assert simulator is not None
+    simulator: Any = simulator_of(type(present))
     try:
         simulator[1](present, saved)
     except StateError as err:
@@ -592,7 +581,9 @@ _KINDS: dict[str, _Kind] = {
     "tensordict": _Kind(_save_tensordict, _load_tensordict, numbered=False),
     "nontensor": _Kind(
         lambda saver, value, at: [saver.save(value.data, at), list(value.batch_size)],
-        _load_nontensor,
+        lambda loader, parts, present, at: NonTensorData(
+            loader.load(parts[0], _ABSENT, at), batch_size=parts[1]
+        ),
         numbered=False,
     ),
     "enum": _Kind(

@@ -18,14 +18,8 @@ from gleanrl.envs.factory import EnvFactory, check_ignored, closed_on_error, per
 from gleanrl.envs.libs.gym import make_tensordict_env
 from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.specs import masked_specs
-from gleanrl.envs.tensordict_envs import (
-    EndFlags,
-    check_alike,
-    load_env_state,
-    spec_trees,
-    widened,
-)
-from gleanrl.envs.unmodified import remembered
+from gleanrl.envs.tensordict_envs import EndFlags, check_alike, load_env_state, spec_trees, widened
+from gleanrl.operations.proofs import remembered
 
 
 @remembered

@@ -141,19 +141,12 @@ class Actions:
     """
 
     def __init__(
-        self,
-        space: gym.Space[Any],
-        envs: int,
-        categorical: bool,
-        batched: bool = False,
+        self, space: gym.Space[Any], envs: int, categorical: bool, batched: bool = False
     ) -> None:
         """Read the action space of one of ``envs`` environments.
 
-        Args:
-            space: The action space.
-            envs: ``P``.
-            categorical: Store discrete actions as indices (else one-hot vectors).
-            batched: Hand out one value of the batched space, not a sequence of ``P`` values.
+        ``categorical``: Store discrete actions as indices, else as one-hot vectors. ``batched``:
+        Hand out one value of the batched space, not a sequence of ``P`` values.
         """
         self._leaves = space_leaves(space, ACTION)
         if not self._leaves:
@@ -167,21 +160,17 @@ class Actions:
         self.fields = tuple(
             Field(key, tuple(spec.shape), spec.dtype) for key, spec in specs.items()
         )
-        self._limits = [
+        self.limits = [
             (field, limits, int(limits.min()))
             for leaf, field in zip(self._leaves, self.fields, strict=True)
             if (limits := _limits(leaf.space, specs[field.key], field)) is not None and limits.size
         ]
+        """The actions that `check` looks at, which are whole numbers."""
         self._decoders = [_decoder(leaf.space, categorical, batched) for leaf in self._leaves]
         self._decode = self._decoders[0]
         self._plain = not self._leaves[0].path
         self._rows: list[list[Array]] = []
         self._window: Window
-
-    @property
-    def limited(self) -> bool:
-        """Whether `check` looks at any action: at those that are whole numbers."""
-        return bool(self._limits)
 
     def begin(self, window: Window) -> None:
         self._window = window
@@ -211,7 +200,7 @@ class Actions:
 
         ``cause`` is an error of an environment about them. Floats are the environment's to judge.
         """
-        for field, limits, lowest in self._limits:
+        for field, limits, lowest in self.limits:
             values = self._window.array(field.key)[:, start:stop]
             if (outside := _outside(values, limits, lowest)) is not None:
                 env, t, *_ = outside

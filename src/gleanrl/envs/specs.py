@@ -66,14 +66,6 @@ def _size(shape: Size) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
-def _not_drawn_here() -> ConfigError:
-    return ConfigError(
-        "random actions would be others than those that the environments allow or draw, because "
-        "only their workers know these: collect with inference='workers', or act by a policy that "
-        "keeps to them"
-    )
-
-
 class TensorSpec:
     """Base of all specs: any tensor of one shape and dtype."""
 
@@ -110,8 +102,16 @@ class TensorSpec:
         they are uniform.
         """
         if self.drawn_elsewhere:
-            raise _not_drawn_here()
-        size = (*_size(shape), *self.shape)
+            raise ConfigError(
+                "random actions would be others than those that the environments allow or draw, "
+                "because only their workers know these: collect with inference='workers', or act "
+                "by a policy that keeps to them"
+            )
+        lead = (shape,) if isinstance(shape, int) else shape
+        return self._drawn((*lead, *self.shape))
+
+    def _drawn(self, size: Sequence[int]) -> torch.Tensor:
+        """Draw values; ``size`` ends with `shape`."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(size, dtype=self.dtype, device=self.device)
         if self.dtype == torch.bool:
@@ -232,10 +232,7 @@ class Bounded(TensorSpec):
     def space(self) -> Interval:
         return Interval(self.low, self.high)
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        if self.drawn_elsewhere:
-            raise _not_drawn_here()
-        size = (*_size(shape), *self.shape)
+    def _drawn(self, size: Sequence[int]) -> torch.Tensor:
         low, high, whole = self.low, self.high, not self.dtype.is_floating_point
         if not self.uniform:
             raise ConfigError(
@@ -276,8 +273,8 @@ class _Discrete(TensorSpec):
     stepwise = True
     mask: torch.Tensor | None = None
 
-    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
-        """Draw the indices of ``[*shape, *self.shape]`` values."""
+    def _draw(self, size: Sequence[int]) -> torch.Tensor:
+        """Draw the indices of values; ``size`` ends with `shape`."""
         raise NotImplementedError
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
@@ -288,10 +285,8 @@ class _Discrete(TensorSpec):
         """Return the values that encode ``indices``."""
         return indices.to(self.dtype)
 
-    def rand(self, shape: Size = ()) -> torch.Tensor:
-        if self.drawn_elsewhere:
-            raise _not_drawn_here()
-        return self._values(self._draw((shape,) if isinstance(shape, int) else shape))
+    def _drawn(self, size: Sequence[int]) -> torch.Tensor:
+        return self._values(self._draw(size))
 
     def is_in(self, value: Any) -> bool:
         if not super().is_in(value):
@@ -343,8 +338,8 @@ class Categorical(_Discrete):
     def space(self) -> Choices:
         return Choices(self.n)
 
-    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
-        size = (*shape, *self.shape[: self.ndim - self._trailing])
+    def _draw(self, size: Sequence[int]) -> torch.Tensor:
+        size = size[: len(size) - self._trailing]
         if self.mask is None:
             return torch.randint(self.n, size, device=self.device)
         weights = self.mask.expand(*size, self.n).reshape(-1, self.n).float()
@@ -399,8 +394,8 @@ class MultiCategorical(_Discrete):
     def space(self) -> tuple[Choices, ...]:
         return tuple(map(Choices, self.nvec.flatten().tolist()))
 
-    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
-        draw = torch.rand((*shape, *self.shape), dtype=torch.float64, device=self.device)
+    def _draw(self, size: Sequence[int]) -> torch.Tensor:
+        draw = torch.rand(size, dtype=torch.float64, device=self.device)
         return (draw * self.nvec.to(self.device)).floor()
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
@@ -426,9 +421,9 @@ class MultiOneHot(_Discrete):
     def space(self) -> tuple[Choices, ...]:
         return tuple(map(Choices, self.nvec))
 
-    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
-        size = (*shape, *self.shape[:-1], len(self.nvec))
-        draw = torch.rand(size, dtype=torch.float64, device=self.device)
+    def _draw(self, size: Sequence[int]) -> torch.Tensor:
+        parts = (*size[:-1], len(self.nvec))
+        draw = torch.rand(parts, dtype=torch.float64, device=self.device)
         return (draw * torch.tensor(self.nvec, device=self.device)).long()
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
@@ -472,8 +467,8 @@ class Binary(_Discrete):
     def space(self) -> Choices:
         return Choices(self.n)
 
-    def _draw(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randint(2, (*shape, *self.shape), device=self.device)
+    def _draw(self, size: Sequence[int]) -> torch.Tensor:
+        return torch.randint(2, size, device=self.device)
 
     def _indices(self, value: torch.Tensor) -> torch.Tensor:
         return value.double() > 0

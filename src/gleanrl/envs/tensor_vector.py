@@ -43,7 +43,7 @@ def tensor_device(observation: Any) -> torch.device | None:
 class TensorLeafWriter(FieldWriter):
     """One tensor of a vectorised environment's observation."""
 
-    def __init__(self, leaf: Leaf, field: Field, casts: bool) -> None:
+    def __init__(self, leaf: Leaf, field: Field, casts: str) -> None:
         """Write ``leaf`` to ``field``; nothing is cast but narrower whole numbers."""
         super().__init__(field)
         self._leaf = leaf
@@ -191,7 +191,7 @@ class TensorVectorEnv(VectorAdapter):
             rewards = self._wide[:, :steps].cpu().numpy().T
             write_rewards(host.numpy(), rewards, wrapper="vector.TransformReward")
             self._reward[:, :steps] = host.to(self._reward.device)
-        if self._actions.limited:
+        if self._actions.limits:
             keys = [leaf.key for leaf in self._acted]
             taken = {key: self._window.tensor(key)[:, :steps].cpu() for key in keys}
             self._actions.begin(Window(taken, self.num_envs, steps))

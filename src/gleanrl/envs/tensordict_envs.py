@@ -19,15 +19,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import ConfigError, EnvError
-from gleanrl.core.keys import (
-    NEXT,
-    Key,
-    NestedKey,
-    as_key,
-    format_key,
-    is_private,
-    outermost,
-)
+from gleanrl.core.keys import NEXT, Key, NestedKey, as_key, format_key, is_private, outermost
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, first_difference
 from gleanrl.envs.saved_state import load_state, save_state
 from gleanrl.envs.specs import Categorical, Composite, TensorSpec
@@ -92,11 +84,7 @@ def spec_groups(spec: Any, ndim: int, prefix: Key = ()) -> Iterator[Group]:
 
 
 def spec_fields(spec: Any, batch: tuple[int, ...]) -> tuple[Field, ...]:
-    """Return the field of every leaf of nested specs that begin with ``batch``.
-
-    Raises:
-        EnvError: one that begins otherwise.
-    """
+    """Return the field of every leaf of nested specs; all must begin with ``batch``."""
     return tuple(_field(key, leaf, None, batch) for key, leaf in spec_leaves(spec))
 
 
@@ -148,13 +136,9 @@ def _entries(trees: Iterable[Any]) -> list[Field]:
     return [Field(k, tuple(s.shape), s.dtype) for tree in trees for k, s in spec_leaves(tree)]
 
 
-def needs_carrier(env: Any, first: TensorDictBase | None = None) -> bool:
-    """Tell whether the data of ``env`` have no fixed layout.
-
-    That is: a spec without dtype (non-tensor data) or with an open dimension, and in ``first``, the
-    results of its reset, entries that are no plain tensors or stacks of different shapes.
-    """
-    return bool(open_entries(env)) or (first is not None and not _is_plain(first))
+def needs_carrier(env: Any, first: TensorDictBase) -> bool:
+    """Tell whether the data of ``env`` have no fixed layout; its reset returned ``first``."""
+    return bool(open_entries(env)) or not _is_plain(first)
 
 
 def open_entries(env: Any) -> list[Key]:
@@ -168,6 +152,7 @@ def open_entries(env: Any) -> list[Key]:
 
 
 def _is_plain(data: TensorDictBase) -> bool:
+    """Tell whether there are only tensors in ``data``, and no stacks of different shapes."""
     if isinstance(data, LazyStackedTensorDict):
         return False
     return all(
@@ -255,7 +240,7 @@ class EndFlags:
         self._envs = math.prod(batch)
         # Asking a single flag is five times as fast as asking any of several.
         probe = {
-            key: bool if locked and math.prod(shape) == 1 else _any_set
+            key: bool if locked and math.prod(shape) == 1 else torch.any
             for key, shape in self._shapes.items()
         }
         self._probes = tuple(
@@ -317,10 +302,6 @@ def _shape(fields: dict[Key, Field], prefix: Key) -> tuple[int, ...]:
     return fields[(*prefix, name)].shape
 
 
-def _any_set(flag: torch.Tensor) -> bool:
-    return bool(flag.any())
-
-
 @dataclass(frozen=True, slots=True)
 class EnvSpecs:
     """The declared data of an environment, with the batch dimensions in front."""
@@ -373,11 +354,6 @@ class EnvMetaData:
     done_spec: Any
 
 
-def describe(env: Any) -> EnvMetaData:
-    """Return the description of ``env``, which has TensorDict methods."""
-    return EnvMetaData(env.fake_tensordict(), env.batch_size, env.device, *spec_trees(env))
-
-
 # -- stepping --------------------------------------------------------------------------------------
 
 _BASES = ("torchrl.envs.common", "gleanrl.envs.base")
@@ -409,12 +385,9 @@ class TensorDictHandle:
     """Steps, truncates, resets, seeds, saves and closes one environment by its public methods."""
 
     def __init__(self, env: Any, first: TensorDictBase | None = None, *, inner: Any = None) -> None:
-        """Take over ``env``.
+        """Take over ``env``, whose reset has returned ``first``, or which is reset here, once.
 
-        Args:
-            env: Built. Reset here, once, unless ``first`` is given.
-            first: The result of ``env.reset()``, if it was called already. Taken over.
-            inner: The user's environment, if that is not ``env``.
+        ``inner``: The user's environment, if that is not ``env``.
         """
         self.env = env
         self.inner = env if inner is None else inner
@@ -445,15 +418,10 @@ class TensorDictHandle:
     ) -> Sequence[int] | None:
         """Step; environments in ``cut`` are truncated if they do not end by themselves.
 
-        Args:
-            cut: Which to truncate.
-            record: Called with the finished step before anything is reset, as far as the
-                environment's way to step and reset can be taken apart: a reset may use the memory
-                of the step again.
-
-        Returns:
-            Which environments ended and were reset: ``None`` if no end flag is set anywhere, an
-            empty list if one is that resets nothing.
+        ``record`` is called with the finished step before anything is reset, as far as the
+        environment's way to step and reset can be taken apart: a reset may use the memory of the
+        step again. Returns which environments ended and were reset: ``None`` if no end flag is set
+        anywhere, an empty list if one is that resets nothing.
         """
         if not self._apart:
             return self._step_whole(cut, record)

@@ -55,11 +55,9 @@ class TensorDictRows(EnvRows):
         handle: TensorDictHandle,
         specs: tuple[Mapping[Key, Spec], Mapping[Key, Spec]] = ({}, {}),
     ) -> None:
-        """Step the environment of ``handle``, which was reset once.
+        """Take over ``handle``; the first `reset` shows the result of the reset before it.
 
-        Args:
-            handle: Taken over. The first `reset` shows the result of the reset before it.
-            specs: Of observations and of actions.
+        ``specs``: of observations and of actions.
         """
         self.handle = handle
         self.layout = layout = learn_layout(handle.env, handle.root)

@@ -23,10 +23,10 @@ from gleanrl.core.protocols import Spec
 from gleanrl.core.window import Window
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.recorded_or_called_transforms import Unproven
-from gleanrl.envs.result_writers import CastingLeafWriter
+from gleanrl.envs.result_checks import NUMBERS
 from gleanrl.envs.tensordict_envs import spec_fields, spec_trees
 from gleanrl.envs.torchrl_parts import Parts, kept_rows
-from gleanrl.envs.transforms_as_wrappers import OneHotObservations, wrapped
+from gleanrl.envs.transforms_as_wrappers import showing_one_hot, wrapped
 
 FLAGS = [Field(key, (1,), torch.bool) for key in DoneGroup(()).keys()]
 """End flags of an environment."""
@@ -177,14 +177,13 @@ class WorkerMembers:
             waited = monotonic() - began
             if waited < _LOOKING_S:
                 sched_yield()
-            elif waited < base.BATCHED_PIPE_TIMEOUT and self._alive(workers):
+            elif waited < base.BATCHED_PIPE_TIMEOUT and all(
+                base._workers[worker].is_alive() for worker in workers
+            ):
                 sleep(_PAUSE_S)
             else:
                 break
         base._wait_for_workers(workers)  # takes the answers back, or raises
-
-    def _alive(self, workers: Sequence[int]) -> bool:
-        return all(self._base._workers[worker].is_alive() for worker in workers)
 
 
 def after_step(field: Field) -> Field:
@@ -200,7 +199,7 @@ def _window_over(held: Mapping[Field, torch.Tensor | None], envs: int) -> Window
 
 
 class _Rows(GymnasiumEnv):
-    _leaf_writer = CastingLeafWriter
+    _casts = NUMBERS  # as TorchRL's wrappers do
 
 
 def _rows_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
@@ -213,7 +212,7 @@ def _rows_of(parts: Parts, batch: tuple[int, ...]) -> GymnasiumEnv:
     options = GymOptions(categorical_action_encoding=own[1][0].shape == acts)
     stepped = [*map(wrapped, parts.gym_envs, parts.members, parts.leading)]
     difference = None
-    for envs in (stepped, [*map(OneHotObservations, stepped)]):
+    for envs in (stepped, [*map(showing_one_hot, stepped)]):
         try:
             rows = _Rows(envs, batch, options)
         except ConfigError as err:

@@ -29,10 +29,9 @@ from gleanrl.envs.recorded_or_called_transforms import Treatment, Unproven, trea
 from gleanrl.envs.rehearsal_stand_ins import Tape
 from gleanrl.envs.serial import SerialEnv
 from gleanrl.envs.state_kinds import LINKS
-from gleanrl.envs.unmodified import unmodified
 from gleanrl.envs.vector import is_vector_env
 from gleanrl.operations.change_watch import Watch
-from gleanrl.operations.proofs import is_genuine, is_plain, qualified
+from gleanrl.operations.proofs import is_genuine, is_plain, qualified, unmodified
 
 _GYM = {"torchrl.envs.libs.gym.GymEnv", "torchrl.envs.libs.gym.GymWrapper"}
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
@@ -188,11 +187,7 @@ def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def parts_of(env: Any) -> Parts:
-    """Take ``env`` apart; nothing of it is changed.
-
-    Raises:
-        Unproven: it is not made of known classes, or it does more than they do by default.
-    """
+    """Take ``env`` apart, unchanged; `Unproven` if it is or does more than known classes do."""
     base, wholes = _peeled(env)
     around = _chain_of(wholes)
     if qualified(type(base)) == _PARALLEL:
@@ -280,9 +275,7 @@ def _require_none_leads(transforms: Sequence[nn.Module]) -> None:
 _UNLIKE = "the transforms of its members have other settings from member to member"
 
 
-def _led(
-    chain: tuple[nn.Module, ...],
-) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+def _led(chain: tuple[nn.Module, ...]) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """Return the first transforms of a chain, which step the environment, and the others."""
     others = (i for i, part in enumerate(chain) if not treatment(part).leads)
     count = next(others, len(chain))
@@ -477,10 +470,7 @@ def with_lives(part: Any, parts: Parts) -> tuple[Any, torch.Tensor, Callable[[],
     """Return a copy of an ``EndOfLifeTransform`` that takes lives from a tensor.
 
     Also returns the tensor, and the function that reads the lives of all members into it, without
-    TorchRL's slow search for attributes.
-
-    Raises:
-        Unproven: that search may find other lives.
+    TorchRL's slow search for attributes. `Unproven` if that may find other lives.
     """
     first, path = part.eol_attribute[0], attrgetter(".".join(part.eol_attribute))
     if any(first in dir(env) for env in parts.envs):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gleanrl.core.keys import Key
-from gleanrl.core.layout import DoneGroup, EnvLayout, Field
+from gleanrl.core.layout import DoneGroup, Field
 from gleanrl.core.protocols import Spec
 from gleanrl.core.streams import preserved
 from gleanrl.core.window import Window
@@ -33,12 +33,9 @@ class TransformedRows(TensorDictRows):
     def __init__(
         self, handle: TensorDictHandle, parts: Parts, prove: Callable[[TransformedRows], None]
     ) -> None:
-        """Record the transforms.
+        """Record the transforms of ``handle``, the user's environment, which was reset once.
 
-        Args:
-            handle: The user's environment, reset once.
-            parts: The parts of the environment.
-            prove: Is called after transforms were recorded; raises `Unproven`.
+        ``prove`` is called after transforms were recorded; it raises `Unproven`.
         """
         super().__init__(handle)
         self._prove = prove
@@ -46,7 +43,10 @@ class TransformedRows(TensorDictRows):
         """Whether the environment, a bare ``ParallelEnv``, keeps only actions of the policy's."""
         # It also shows workers other entries if episodes are cut while others end.
         self.can_cut = not self.drops_root
-        _require_plain_layout(self.layout)
+        if list(self.layout.dones) != [DoneGroup(())] or self.layout.groups:
+            raise Unproven("it has other end flags than done, terminated and truncated")
+        if len(self.layout.actions) != 1:
+            raise Unproven("it has several actions")
         self.on_partial_reset: Callable[[Sequence[int]], None] = lambda envs: None
         """Called with members that are reset while others continue."""
         self.why = ""
@@ -78,11 +78,7 @@ class TransformedRows(TensorDictRows):
         self._prove(self)
 
     def pass_on(self, keys: Collection[Key]) -> None:
-        """Have transforms pass on ``keys``, which the policy writes under ``"next"``.
-
-        Raises:
-            Unproven: they do something else.
-        """
+        """Have transforms pass on ``("next", *key)`` of the policy's, or raise `Unproven`."""
         if keys:
             self.passed = keys
             with unproven_on_error():
@@ -140,13 +136,6 @@ class TransformedRows(TensorDictRows):
     def _tell(self, ended: Sequence[int]) -> None:
         if 0 < len(ended) < self.layout.num_envs:
             self.on_partial_reset(ended)
-
-
-def _require_plain_layout(layout: EnvLayout) -> None:
-    if list(layout.dones) != [DoneGroup(())] or layout.groups:
-        raise Unproven("it has other end flags than done, terminated and truncated")
-    if len(layout.actions) != 1:
-        raise Unproven("it has several actions")
 
 
 class _Drawn:

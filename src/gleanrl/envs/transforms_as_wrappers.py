@@ -82,15 +82,10 @@ class _BeginsAtRandom(Wrapped):
         )
 
 
-class OneHotObservations(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows indices as one-hot vectors, as TorchRL's ``GymEnv`` does by default."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        super().__init__(env)
-        self.observation_space, self._encode = _one_hot(env.observation_space)
-
-    def observation(self, observation: Any) -> Any:
-        return self._encode(observation)
+def showing_one_hot(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Return ``env``, showing indices as one-hot vectors, as TorchRL's ``GymEnv`` does."""
+    space, encode = _one_hot(env.observation_space)
+    return gym.wrappers.TransformObservation(env, encode, space)
 
 
 def _one_hot(space: gym.Space[Any]) -> tuple[gym.Space[Any], Callable[[Any], Any]]:

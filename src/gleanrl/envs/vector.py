@@ -164,8 +164,7 @@ class VectorAdapter(WindowEnv):
     def seed(self, seed: int, static: bool = False) -> None:
         """Seed environment ``i`` with ``seed + i`` from the next full reset on.
 
-        Environments that share one generator (natively vectorised ones) are seeded by ``seed`` as a
-        whole, also if ``static``.
+        Those that share one generator (natively vectorised ones) are seeded by ``seed`` as a whole.
         """
         self._resets.seed(seed, static)
 

@@ -9,8 +9,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -53,15 +53,16 @@ class Order(enum.Enum):
     """Each rollout separate, for a batch by copying."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """One delivered field: ``slab[start:stop]`` as ``shape``."""
 
     key: Key
     shape: tuple[int, ...]
-    dtype: torch.dtype
     start: int
     stop: int
+    dtype: torch.dtype
+    known: np.dtype[Any] | None
+    """The same dtype of numpy, if it has that."""
 
 
 class Slab:
@@ -116,7 +117,8 @@ class Slab:
             place += steps * row * (1 if order is Order.TIME else envs)
         shape = (*self.batch_shapes[group], *field.shape)
         stop = start + math.prod(shape) * field.dtype.itemsize
-        self.views[group].append(View(field.key, shape, field.dtype, start, stop))
+        known = numpy_dtype(field.dtype)
+        self.views[group].append(View(field.key, shape, start, stop, field.dtype, known))
         return -(-stop // _ALIGN) * _ALIGN
 
     def _lead(self, group: int) -> tuple[int, ...]:
@@ -175,14 +177,10 @@ class Arena:
     def __init__(
         self, slab: Slab, slots: int, shared: SharedMemory | None = None, number: int = 0
     ) -> None:
-        """Reserve the memory.
+        """Reserve the memory of ``slots`` batches that can exist at once.
 
-        Args:
-            slab: The plan of one batch.
-            slots: Batches that can exist at once.
-            shared: Memory that worker processes map; private memory by default. It is mapped at
-                first use, so that several arenas can lie in it.
-            number: Which of several arenas it is; windows name it.
+        It is private, or ``shared``, which is mapped at first use so that several arenas can lie in
+        it. Windows name the arena by its ``number``.
         """
         self._number = number
         self.slab = slab
@@ -191,10 +189,6 @@ class Arena:
         self._shared = shared
         self._base = 0 if shared is None else shared.reserve(self.nbytes)
         self._memory = _private_memory(self.nbytes) if shared is None else None
-        self._views_of = [
-            [(v.key, v.shape, v.start, v.stop, v.dtype, numpy_dtype(v.dtype)) for v in group]
-            for group in slab.views
-        ]
         self._free = list(range(slots))[::-1]
         # Leases call back in any thread, also inside the garbage collector: all that may do is
         # append.
@@ -289,7 +283,7 @@ class Arena:
         # Every field gets a storage of its own: saving or copying one tensor takes only its bytes.
         # All of them keep ``base`` alive, and with it the lease.
         groups = []
-        for fields in self._views_of:
+        for fields in self.slab.views:
             views = {}
             for key, shape, start, stop, dtype, known in fields:
                 if known is None:

@@ -67,11 +67,7 @@ class FileAddress:
 
 
 def anonymous_file() -> int:
-    """Return the descriptor of a new file in memory, which has no name anywhere.
-
-    Raises:
-        GleanError: the platform has no anonymous files.
-    """
+    """Return the descriptor of a new file in memory, which has no name anywhere; on Linux."""
     require_linux("shared replay buffers")
     with naming_limits():
         return os.memfd_create("gleanrl", os.MFD_CLOEXEC)

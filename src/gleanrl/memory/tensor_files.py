@@ -114,11 +114,7 @@ class TensorFile(Field):
         return cls(field.key, field.shape, field.dtype, file, entry.get("crc32"))
 
     def locate(self, directory: Path, rows: int | None = None) -> Path:
-        """Return the path of the file, after checking that it holds such a tensor.
-
-        Raises:
-            TensorFileError: it is missing, leads out of ``directory`` or has another size.
-        """
+        """Return the path of the file, which must lie in ``directory`` and have its size."""
         path = inside(directory, self.file)
         expected, size = self.nbytes * (1 if rows is None else rows), path.stat().st_size
         if size != expected:
@@ -178,57 +174,33 @@ def sealed(text: bytes) -> bytes:
 
 
 def read_description(path: Path, is_sealed: bool = False) -> dict[str, Any]:
-    """Return the JSON object in ``path``, without a check of its contents.
+    """Return the JSON object in ``path``, a regular file of at most 16 MiB, unchecked.
 
-    Numbers that are not finite become ``None``.
-
-    Args:
-        path: The file.
-        is_sealed: Whether it must be one of `sealed`, unchanged.
-
-    Raises:
-        TensorFileError: it is no regular file of at most 16 MiB, or not such an object.
+    Numbers that are not finite become ``None``. With ``is_sealed`` it must be one of `sealed`,
+    unchanged.
     """
     try:
-        text = _text_of(path)
-        return _object_in(_unchanged(text) if is_sealed else text)
+        return _read_object(path, is_sealed)
     except (OSError, ValueError, RecursionError) as err:
         why = err.strerror if isinstance(err, OSError) else err
         raise TensorFileError(f"{path} cannot be read as JSON: {why}") from err
 
 
-def _unchanged(text: bytes) -> bytes:
-    if text != sealed(b"{" + text[len(_SEAL % 0) :]):
+def _read_object(path: Path, is_sealed: bool) -> dict[str, Any]:
+    with open_regular(path, os.O_NOFOLLOW) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
+            raise ValueError("it must be a regular file of at most 16 MiB")
+        text = file.read(_MAX_DESCRIPTION_BYTES)
+    if is_sealed and text != sealed(b"{" + text[len(_SEAL % 0) :]):
         raise ValueError("it is damaged: its checksum differs")
-    return text
-
-
-def _object_in(text: bytes) -> dict[str, Any]:
     description = json.loads(text, parse_constant=lambda _: None)
     if not isinstance(description, dict) or not _is_shallow(description, _MAX_DEPTH):
         raise ValueError(f"it must be an object, nested at most {_MAX_DEPTH} deep")
     return description
 
 
-def _text_of(path: Path) -> bytes:
-    """Read a small regular file, and no link to one."""
-    with open_regular(path, os.O_NOFOLLOW) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
-            raise ValueError("it must be a regular file of at most 16 MiB")
-        return file.read(_MAX_DESCRIPTION_BYTES)
-
-
 def open_regular(path: Path, flags: int = 0) -> BufferedReader:
-    """Open a file to read it; refuse pipes and devices without waiting.
-
-    Args:
-        path: The file.
-        flags: Further ones of `os.open`.
-
-    Raises:
-        ValueError: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file to read it; refuse pipes and devices without waiting, by a `ValueError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -256,22 +228,12 @@ def stays_inside(file: str) -> bool:
     return tame and all(part not in ("", ".", "..") for part in parts)
 
 
-def write_new(path: Path, data: Any, sync: bool = True) -> None:
-    """Write a new file; a write that fails leaves no file.
+def write_new(path: Path, *parts: Any, sync: bool = True) -> None:
+    """Write a new file of parts with the buffer protocol; a write that fails leaves no file.
 
-    Args:
-        path: Of a file that does not exist.
-        data: Bytes, or anything contiguous with the buffer protocol.
-        sync: Flush it to the disk; otherwise `sync_tree` does.
-
-    Raises:
-        OSError: the disk is full, or another failure; names the file.
+    An `OSError` names the file. Without ``sync``, it is left to `sync_tree` to flush it to the
+    disk.
     """
-    write_parts(path, [data], sync)
-
-
-def write_parts(path: Path, parts: Sequence[Any], sync: bool = True) -> None:
-    """Write a new file of several parts one after another; see `write_new`."""
     views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

@@ -35,11 +35,7 @@ class WakeupPipes:
     """The ends of the process that wakes ``workers`` workers and waits for their answers."""
 
     def __init__(self, workers: int) -> None:
-        """Make the pipes, whose other ends workers open.
-
-        Raises:
-            ConfigError: this process may not open that many files.
-        """
+        """Make the pipes, whose other ends workers open, as far as limits of this process allow."""
         self._orders, own = list[int](), list[int]()
         self._closing = weakref.finalize(self, _close, self._orders, own)
         self._closing.atexit = False
@@ -96,11 +92,7 @@ class WorkerPipes:
     """The ends of one worker."""
 
     def __init__(self, address: WakeupAddress) -> None:
-        """Open them.
-
-        Raises:
-            ReplayError: the process that made them has ended.
-        """
+        """Open them; `ReplayError` if the process that made them has ended."""
         self._orders = address.orders.open(os.O_RDONLY)
         self._answers = address.answers.open(os.O_WRONLY)
         self._arrival = _Arrival(self._orders)

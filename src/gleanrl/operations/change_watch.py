@@ -36,7 +36,6 @@ _NOT_READ = {
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 }
-_DICTS = dict
 _LISTS = (list, tuple, set, frozenset, deque)
 _SPECS = (
     "torchrl.data.",
@@ -75,11 +74,7 @@ class Watch:
         self.hold(DETERMINISTIC_REGISTER)
 
     def add(self, module: nn.Module) -> None:
-        """Remember ``module`` as it is now (not the modules below it).
-
-        Raises:
-            Unwatchable: an attribute cannot be compared later.
-        """
+        """Remember ``module`` as it is now (not those below it), or raise `Unwatchable`."""
         if id(module) in self._seen:
             return
         if isinstance(module, TensorDictParams):
@@ -128,10 +123,10 @@ class Watch:
         if id(value) in self._seen or isinstance(value, _FIXED):
             return
         parts: Collection[Any] = ()
-        if isinstance(value, (torch.Tensor, *_LISTS, _DICTS)):
+        if isinstance(value, (torch.Tensor, *_LISTS, dict)):
             self.hold(value)
             if not isinstance(value, torch.Tensor):
-                parts = value.values() if isinstance(value, _DICTS) else value
+                parts = value.values() if isinstance(value, dict) else value
         else:
             kind, state = type(value), vars(value)
             own = [name for name, one in state.items() if callable(one) and name != "encode"]
@@ -181,7 +176,7 @@ class Watch:
 
     def hold(self, value: Any) -> None:
         """Remember the contents of ``value``, if they can change in place."""
-        is_dict = isinstance(value, _DICTS)
+        is_dict = isinstance(value, dict)
         if isinstance(value, torch.Tensor):
             self._tensor(value)
             if id(value) not in self._weights and not value.is_meta:

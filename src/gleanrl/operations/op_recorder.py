@@ -41,22 +41,16 @@ def array_of(tensor: torch.Tensor) -> Array | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Memory of one entry of a step, as rows of environments."""
+def as_rows(value: torch.Tensor, batch_dims: int) -> Any:
+    """Return ``value``, with ``batch_dims`` batch dimensions, as rows of environments ``[P, ...]``.
 
-    tensor: torch.Tensor
-    """``[P, ...]``."""
-    array: Array | None
-    """The same memory as an array, ``None`` where there can be none."""
-
-    @classmethod
-    def of(cls, value: torch.Tensor, batch_dims: int) -> Slot:
-        """See a value with ``batch_dims`` batch dimensions as rows."""
-        tensor = value.unsqueeze(0) if batch_dims == 0 else value
-        if batch_dims > 1:
-            tensor = value.view(-1, *value.shape[batch_dims:])
-        return cls(tensor, array_of(tensor))
+    They are an array over the same memory, or a tensor where there can be none.
+    """
+    tensor = value.unsqueeze(0) if batch_dims == 0 else value
+    if batch_dims > 1:
+        tensor = value.view(-1, *value.shape[batch_dims:])
+    array = array_of(tensor)
+    return tensor if array is None else array
 
 
 @dataclass(slots=True)
@@ -81,12 +75,6 @@ class Check:
 # The same arithmetic, bit for bit, called in half the time; tells on rows as small as these.
 _UFUNCS: dict[str, np.ufunc] = {
     "add": np.add,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "square": np.square,
-    "sub": np.subtract,
-}
-_LOGICAL: dict[str, np.ufunc] = {
     "bitwise_and": np.bitwise_and,
     "bitwise_not": np.invert,
     "bitwise_or": np.bitwise_or,
@@ -98,10 +86,14 @@ _LOGICAL: dict[str, np.ufunc] = {
     "logical_not": np.logical_not,
     "logical_or": np.logical_or,
     "lt": np.less,
+    "mul": np.multiply,
     "ne": np.not_equal,
+    "neg": np.negative,
+    "square": np.square,
+    "sub": np.subtract,
 }
-"""Operations that make flags of flags, or of numbers that have one dtype."""
-_EXACT = (torch.float32, torch.float64, torch.int64)
+# With half a number's precision numpy rounds Python's numbers first, torch does not.
+_EXACT = (torch.float32, torch.float64, torch.int64, torch.bool)
 _UNKNOWN = {
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
@@ -133,11 +125,7 @@ class OwnStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func``.
-
-        Raises:
-            Unknown: it draws, and takes no generator.
-        """
+        """Run ``func``; raise `Unknown` if it draws and takes no generator."""
         return self._drawn(func, args, kwargs or {})
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -277,10 +265,9 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         """Run ``func``, and record it if its result may differ at the next step.
 
-        Raises:
-            Unknown: it reads a tensor that is neither known to change nor a constant nor made under
-                this recorder, or it writes to one that was not made here, or to a constant that a
-                recorded call reads.
+        `Unknown` if it reads a tensor that is neither known to change nor a constant nor made under
+        this recorder, or writes to one that was not made here, or to a constant that a recorded
+        call reads.
         """
         kwargs = kwargs or {}
         if _name(func).startswith(_EACH):
@@ -426,31 +413,27 @@ class OpRecorder(OwnStream):  # type: ignore[no-untyped-call]  # torch's
 
     def check_finite(self, tensor: torch.Tensor, message: str) -> None:
         """Have the rollout end with `PolicyError` if ``tensor`` was NaN or infinite at any step."""
-        self._fold(tensor, np.add, torch.add, 0.0, torch.isfinite, message)
+        self._fold(tensor, np.add, 0.0, torch.isfinite, message)
 
     def check_above(self, tensor: torch.Tensor, least: float, message: str) -> None:
         """Have the rollout end with `PolicyError` if ``tensor`` was ever not above ``least``."""
-
-        def valid(total: torch.Tensor) -> torch.Tensor:
-            return total > least
-
-        self._fold(tensor, np.minimum, torch.minimum, float("inf"), valid, message)
+        self._fold(tensor, np.minimum, float("inf"), lambda total: total > least, message)
 
     def _fold(
         self,
         tensor: torch.Tensor,
-        fold: Callable[..., Any],
-        tensor_fold: Callable[..., Any],
+        fold: np.ufunc,
         start: float,
         valid: Callable[[torch.Tensor], torch.Tensor],
         message: str,
     ) -> None:
         total = torch.full(tensor.shape, start, dtype=tensor.dtype)
         values, totals = array_of(tensor), array_of(total)
-        if values is None or totals is None:
-            self.add(partial(tensor_fold, total, tensor, out=total), {_place(tensor)})
+        if values is None or totals is None:  # torch's function has the same name
+            call = partial(getattr(torch, fold.__name__), total, tensor, out=total)
         else:
-            self.add(partial(fold, totals, values, out=totals), {_place(tensor)})
+            call = partial(fold, totals, values, out=totals)
+        self.add(call, {_place(tensor)})
         self.checks.append(Check(total, start, valid, message))
 
 
@@ -486,16 +469,9 @@ def _rolling(func: Any, args: tuple[Any, ...], result: torch.Tensor) -> Callable
         return partial(_call_again, partial(func, *args), [result])
     dim, size = dims[0], rolled.shape[dims[0]]
     first = shifts[0] % size
-    pairs = [
-        (result.narrow(dim, 0, first), rolled.narrow(dim, size - first, first)),
-        (result.narrow(dim, first, size - first), rolled.narrow(dim, 0, size - first)),
-    ]
-    return partial(_copy_pairs, pairs)
-
-
-def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for to, value in pairs:
-        to.copy_(value)
+    to = result.narrow(dim, 0, first), result.narrow(dim, first, size - first)
+    parts = rolled.narrow(dim, size - first, first), rolled.narrow(dim, 0, size - first)
+    return partial(torch._foreach_copy_, to, parts)
 
 
 def _nothing() -> None:
@@ -510,27 +486,18 @@ def _elementwise(
         name, args = "square", args[:1]
     if name == "rsub":
         name, args = "sub", (args[1], args[0])
-    if kwargs or name not in _UFUNCS | _LOGICAL:
+    if kwargs or name not in _UFUNCS:
         return None
     read = {arg.dtype if isinstance(arg, torch.Tensor) else type(arg) for arg in args}
-    ufunc, dtype = _ufunc(name, args, result)
+    dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
     # Another number would widen the tensor's dtype, and not in both libraries alike.
     numbers = {int, float} if dtype.is_floating_point else {int}
-    if ufunc is None or not read <= {dtype, *numbers}:
+    if dtype not in _EXACT or result.dtype not in (dtype, torch.bool) or read - {dtype, *numbers}:
         return None
     arrays = [array_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in (*args, result)]
     if any(array is None for array in arrays):
         return None
-    return partial(ufunc, *arrays)
-
-
-def _ufunc(name: str, args: tuple[Any, ...], result: Any) -> tuple[np.ufunc | None, Any]:
-    """Return the ufunc of an operation with this result, and the dtype that tensors must have."""
-    dtype = next(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
-    if result.dtype is torch.bool:
-        return (_LOGICAL.get(name) if dtype in (*_EXACT, torch.bool) else None), dtype
-    # With half a number's precision numpy rounds Python's numbers first, torch does not.
-    return (_UFUNCS.get(name) if result.dtype is dtype and dtype in _EXACT else None), dtype
+    return partial(_UFUNCS[name], *arrays)
 
 
 def _into(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> Callable[[], Any] | None:

@@ -2,7 +2,9 @@
 
 All knowledge of how ``nn.Module`` works inside is here. A module becomes recorded tensor calls only
 where its classes and their methods are a library's own (`is_genuine`), nothing is overridden on
-class or instance, and there are no hooks (`is_plain`).
+class or instance, and there are no hooks (`is_plain`). What is inside an environment is stepped
+directly only where nobody replaced a method: in a subclass, on the instance, or on the class itself
+(`unmodified`).
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import functools
 import hashlib
 import inspect
 import operator
+from collections.abc import Iterable
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional
@@ -137,6 +140,51 @@ def is_plain(module: nn.Module) -> bool:
     return not any(callable(getattr(kind, name, None)) for name in state)
 
 
+C = TypeVar("C", bound=type)
+
+
+class Methods:
+    """Methods and properties of a class at the construction of this object."""
+
+    def __init__(self, cls: type, names: Iterable[str] | None = None) -> None:
+        """Remember the methods and properties called ``names``; all by default."""
+        self._names = frozenset(names or (name for name in dir(cls) if _counts(cls, name)))
+        self._read = operator.attrgetter(*self._names)
+        self._found = self._read(cls)
+
+    def kept_by(self, obj: Any) -> bool:
+        """Tell whether neither ``obj`` nor its class, a subclass, replaces any of them."""
+        return bool(self._read(type(obj)) == self._found) and self._names.isdisjoint(vars(obj))
+
+
+def _counts(cls: type, name: str) -> bool:
+    value = inspect.getattr_static(cls, name)
+    if name.startswith("__") and name != "__getattribute__":
+        return False
+    if vars(nn.Module).get(name) is value:  # none of these is called while stepping
+        return False
+    # A class method, looked up on a subclass, is another object; they only construct.
+    return not isinstance(value, classmethod) and (callable(value) or isinstance(value, property))
+
+
+_WRITTEN: dict[type, Methods] = {}
+
+
+def remembered(cls: C) -> C:
+    """Remember the methods and properties of ``cls`` as they are now. A class decorator."""
+    _WRITTEN[cls] = Methods(cls)
+    return cls
+
+
+def unmodified(obj: Any) -> bool:
+    """Tell whether ``obj`` is of a class marked by `remembered`, and no method was replaced.
+
+    A subclass that only adds to its class (a constructor, further methods) passes.
+    """
+    known = next((_WRITTEN[cls] for cls in type(obj).__mro__ if cls in _WRITTEN), None)
+    return known is not None and known.kept_by(obj)
+
+
 # -- modules ---------------------------------------------------------------------------------------
 
 
@@ -192,14 +240,13 @@ def _is_layer(part: nn.Module) -> bool:
         and not isinstance(part, TensorDictModuleBase)
         and is_plain(part)
         and all(map(_is_function, filter(callable, vars(part).values())))
-        and (isinstance(part, TensorDictParams) or not _has_tensordict(part))
+        # Tensors of a TensorDict can be replaced unnoticed.
+        and (
+            isinstance(part, TensorDictParams)
+            or not any(isinstance(value, TensorDictBase) for value in vars(part).values())
+        )
         and all(map(_is_dense, [*part.parameters(recurse=False), *part.buffers(recurse=False)]))
     )
-
-
-def _has_tensordict(part: nn.Module) -> bool:
-    """Tell whether an attribute is a TensorDict, whose tensors can be replaced unnoticed."""
-    return any(isinstance(value, TensorDictBase) for value in vars(part).values())
 
 
 def _is_function(value: Any) -> bool:

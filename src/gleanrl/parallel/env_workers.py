@@ -188,9 +188,7 @@ class EnvWorkers:
     def take_answers(self, seconds: float | None = None) -> None:
         """Wait for answers, at most ``seconds``, and give them to their groups.
 
-        Raises:
-            WorkerDied: a worker ended.
-            CollectorTimeout: a step took longer than the timeout.
+        `WorkerDied` or `CollectorTimeout` if a worker ended, or its step took too long.
         """
         self._check_usable()
         look = _SOON_MS if self.coming else _LOOK_MS
@@ -423,16 +421,9 @@ class WorkerGroup:
 
     # -- commands --------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        method: str,
-        arguments: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = (),
-        seconds: float | None = CONTROL_S,
-        kwargs: Mapping[str, Any] | None = None,
-        begins: bool = False,
-    ) -> list[Any]:
+    def ask(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Call a method of `EnvGroup` in workers, after their present orders; see `order`."""
-        return self.order(method, arguments, seconds, kwargs, begins)()
+        return self.order(method, *arguments, **options)()
 
     def order(
         self,
@@ -442,15 +433,11 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         begins: bool = False,
     ) -> Callable[[], list[Any]]:
-        """Begin to call a method of `EnvGroup` in workers, after their present orders.
+        """Begin to call a method of `EnvGroup`, or what is at a path in it, after present orders.
 
-        Args:
-            method: Its name, or the path to something in it.
-            arguments: Those of all members, or by index of each member that is asked.
-            seconds: The time that it may take, if a step may not take longer.
-            kwargs: Further arguments of all.
-            begins: Whether environments begin episodes that the learner knows of, those of
-                replacements as well.
+        ``arguments`` are those of all members, or by index of each member that is asked. It may
+        take so many ``seconds``, if a step may not take longer. ``begins``: Environments begin
+        episodes that the learner knows of, those of replacements as well.
 
         Returns:
             A function that waits for the values of the members that were asked, ``None`` for those
@@ -658,11 +645,7 @@ class WorkerGroup:
             self._find_numbers()
 
     def began_anew(self) -> list[int]:
-        """Return the environments that began anew in the last step, or are `gone` since it.
-
-        Raises:
-            WorkerDied: all are gone.
-        """
+        """Return the environments that began anew in the last step, or are `gone` since it."""
         if not self._some_anew:
             return _NOTHING
         self._check_there()

@@ -107,8 +107,7 @@ class EnvWorker:
             try:
                 answer = _carry_out(group, order)
             except Exception as err:
-                group.fail(err)
-                answer = FAILED
+                group.error, answer = err, FAILED
             ends.answer(number << GROUP_BITS | answer)
 
     # -- what a source has; weights, seeds and resets are no commands of a `Session` alone ---------
@@ -136,12 +135,12 @@ class EnvWorker:
         """Do nothing, because these environments have no numbers."""
 
     def state(self, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return the state of all episodes, and the `StepMode` of each group."""
+        """Return the state of all episodes, and the mode of each group."""
         try:
             envs = [group.snapshot(allow_pickle) for group in self.groups]
         except StateError as err:
             return {"episodes": {"why": str(err)}}
-        return {"episodes": {"envs": envs}, "modes": [group.step_mode for group in self.groups]}
+        return {"episodes": {"envs": envs}, "modes": [group.mode for group in self.groups]}
 
     def load_state(
         self, state: Mapping[str, Any], strict: bool = True, allow_pickle: bool = False
@@ -150,7 +149,7 @@ class EnvWorker:
         parts = zip(self.groups, state["episodes"]["envs"], state["modes"], strict=True)
         try:
             for group, envs, mode in parts:
-                group.prepare(mode)
+                group.prepare(*mode)
                 group.resume(envs, allow_pickle)
         except StateError as err:
             return str(err)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from gleanrl.envs.state_kinds import Node, Resumable
 from gleanrl.envs.tensordict_envs import (
     EnvMetaData,
     TensorDictHandle,
-    describe,
     open_entries,
     spec_leaves,
     spec_trees,
@@ -114,15 +113,6 @@ def seed_streams(seed: int) -> None:
     python_random.seed(seed)
 
 
-class StepMode(NamedTuple):
-    """How a group is stepped."""
-
-    opened: tuple[bool, bool] | None
-    """The arguments of `EnvGroup.open_rows`, if rows are stepped."""
-    root: TensorDictBase | None
-    """The root of the next step, if the environments are stepped by TensorDict methods."""
-
-
 class EnvGroup:
     """Environments of one kind, stepped one after the other."""
 
@@ -133,13 +123,10 @@ class EnvGroup:
         makers: Sequence[Make] = (),
         restarts: Restarts | None = None,
     ) -> None:
-        """Take over ``envs``, whose windows lie in ``memory``.
+        """Take over ``envs``, whose windows lie in ``memory``, ``None`` if they are only looked at.
 
-        Args:
-            envs: Environments with TensorDict methods.
-            memory: ``None`` if they are only looked at.
-            makers: Each builds another environment like that of ``envs``.
-            restarts: How often each may be built anew when it raises; ``None`` for never.
+        Each of ``makers`` builds another environment like that of ``envs``. ``restarts``: how often
+        each may be built anew when it raises; ``None`` for never.
         """
         self.envs = SerialEnv.of(envs)
         self._memory: Any = memory
@@ -151,7 +138,8 @@ class EnvGroup:
         self._rollouts: _Rollouts
         self._stepped: Resumable
         """The object by which environments are stepped."""
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The error of an order, which `reraise` raises."""
         self._opened: tuple[bool, bool] | None = None
         """The arguments of `open_rows`, if it has found rows."""
 
@@ -241,7 +229,8 @@ class EnvGroup:
 
     def meta_data(self) -> EnvMetaData:
         """Describe the first environment to a user."""
-        return describe(self.envs.members[0])
+        env = self.envs.members[0]
+        return EnvMetaData(env.fake_tensordict(), env.batch_size, env.device, *spec_trees(env))
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -302,13 +291,9 @@ class EnvGroup:
         self._reset_s[0] = rollouts.rows.reset_s
         return False
 
-    def fail(self, error: BaseException) -> None:
-        """Keep the error of an order, for `reraise`."""
-        self._error = error
-
     def reraise(self) -> None:
         """Raise the error that was kept, once."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
 
@@ -347,18 +332,18 @@ class EnvGroup:
     # -- steps outside of shared memory, in a copy of this process ---------------------------------
 
     @property
-    def step_mode(self) -> StepMode:
-        """How the environments are stepped now."""
+    def mode(self) -> tuple[tuple[bool, bool] | None, TensorDictBase | None]:
+        """How they are stepped: the arguments of `open_rows`, or TensorDicts from this root on."""
         row = self._stepped
-        return StepMode(self._opened, row.present() if isinstance(row, _TensorDictRow) else None)
+        return self._opened, row.present() if isinstance(row, _TensorDictRow) else None
 
-    def prepare(self, mode: StepMode) -> None:
-        """Reset the environments, which were not used yet, to be stepped like those of ``mode``."""
+    def prepare(self, opened: tuple[bool, bool] | None, root: TensorDictBase | None) -> None:
+        """Reset the environments, which were not used yet, to be stepped in such a `mode`."""
         self.described()
-        if mode.opened is not None:
-            self.open_rows(*mode.opened)
+        if opened is not None:
+            self.open_rows(*opened)
         if isinstance(self._stepped, _TensorDictRow):
-            self._stepped.show(mode.root)
+            self._stepped.show(root)
         self._apart()[0].reset()
 
     def random_steps(self, steps: int) -> TensorDictBase:

@@ -12,15 +12,9 @@ from tensordict import TensorDictBase
 
 from gleanrl.core import messages as m
 from gleanrl.core.by_value import ByValue
-from gleanrl.core.errors import (
-    ClosedError,
-    CollectorTimeout,
-    ConfigError,
-    WorkerDied,
-    for_users,
-)
+from gleanrl.core.errors import ClosedError, CollectorTimeout, ConfigError, WorkerDied, for_users
 from gleanrl.core.keys import Key
-from gleanrl.core.options import GymOptions, check_int, seconds
+from gleanrl.core.options import GymOptions, check_callables, check_int, seconds
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.session import Session
 from gleanrl.envs.base import EnvBase
@@ -28,7 +22,7 @@ from gleanrl.envs.factory import EnvFactory, check_factories, check_ignored, per
 from gleanrl.envs.row_env import Row, RowEnv, write_inputs
 from gleanrl.envs.state_kinds import Node
 from gleanrl.envs.tensordict_envs import EnvMetaData, EnvSpecs, check_alike, widened
-from gleanrl.envs.unmodified import Methods, remembered
+from gleanrl.operations.proofs import Methods, remembered
 from gleanrl.parallel.env_workers import EnvWorkersPlan, WorkerGroup
 from gleanrl.parallel.inside_env_worker import STEP, EnvWorkerBuilder
 from gleanrl.parallel.inside_env_worker_group import EnvGroupInfo
@@ -443,8 +437,7 @@ class EnvCreator:
         Raises:
             ConfigError: ``create_env_fn`` cannot be called.
         """
-        if not callable(create_env_fn):
-            raise ConfigError(f"create_env_fn ({create_env_fn!r:.100}) must be callable")
+        check_callables(create_env_fn=create_env_fn)
         self._make = create_env_fn
         self._kwargs = dict(create_env_kwargs or {})
         self._meta_data: EnvMetaData | None = None

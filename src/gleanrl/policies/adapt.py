@@ -97,12 +97,6 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
     argument is named ``tensordict`` or ``td`` or is annotated as a TensorDict are called with a
     TensorDict. Any other is called with tensors: those its arguments are named after, or the only
     observation there is beside entries of ``info``.
-
-    Args:
-        policy: The user's policy.
-        contract: The environment's observations and actions.
-        options: Whether to trust ``policy`` to be a callable on TensorDicts, and whether
-            ``"step_count"`` is there for it to read.
     """
     counts = options.counts
     if isinstance(policy, type) or not callable(policy):
@@ -121,11 +115,7 @@ def adapt(policy: Any, contract: EnvContract, options: SourceOptions) -> Adapted
         return Adapted(policy, in_keys, out_keys, counts)
     more = (STEP_COUNT,) if counts else ()
     call = _tensor_call(
-        policy,
-        parameters,
-        (*contract.observed, *more),
-        contract.acted,
-        (*contract.infos, *more),
+        policy, parameters, (*contract.observed, *more), contract.acted, (*contract.infos, *more)
     )
     return Adapted(call, call.in_keys, None, counts)
 
@@ -198,16 +188,13 @@ def _tensor_call(
     if len(unnamed) == 1 and (fits_one or fits_any):
         return TensorCall(policy, unnamed, action_keys, None)
     signature = ", ".join(map(str, parameters))
+    name = getattr(policy, "__name__", None) or type(policy).__name__
     raise PolicyTypeError(
-        f"policy {_name(policy)}({signature}) cannot be called with what the environment gives: "
+        f"policy {name}({signature}) cannot be called with what the environment gives: "
         f"{_list(observation_keys)}. Name its arguments after these keys, or let it take one "
         "argument named 'tensordict', or wrap it in "
         "tensordict.nn.TensorDictModule(policy, in_keys=..., out_keys=...)"
     )
-
-
-def _name(policy: Any) -> str:
-    return getattr(policy, "__name__", None) or type(policy).__name__
 
 
 def _list(keys: Sequence[Key]) -> str:

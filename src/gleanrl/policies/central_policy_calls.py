@@ -25,7 +25,7 @@ from gleanrl.policies.diagnosis import wrote_otherwise
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.lowering import reads_only_inputs
 from gleanrl.policies.policy import make_policy
-from gleanrl.policies.probe import PolicySignature, Unit, entries_of
+from gleanrl.policies.probe import PolicySignature, entries_of
 from gleanrl.policies.program import (
     ProgramPolicy,
     check_kept,
@@ -78,6 +78,7 @@ class JointPolicy:
         """Return the policy of one rollout; for the arguments see `make_policy`."""
         env = contract.layout
         assert env is not None
+        layout = replace(env, batch_shape=env.batch_shape[1:])
         if options.cudagraph_policy:
             self._captured.append(env.batch_shape[0])
             total = sum(self._captured)
@@ -87,17 +88,20 @@ class JointPolicy:
             if not isinstance(called, ProgramPolicy):
                 return called
             _check_delivered(called.signature)
-            self._called, self._layout = called, _without_batch(env)
+            self._called, self._layout = called, layout
             self._likes = called.signature.trace.outputs
             self._known = known_names(called.signature)
             if can_stage(called.device):
                 self._staging = make_staging(called.signature, env, called.device)
             trace = called.signature.trace
-            self._remembers = not all(map(_reads_only_shown, trace.units))
+            self._remembers = not all(
+                reads_only_inputs(unit.module) and not unit.reads_before_written()
+                for unit in trace.units
+            )
             self._names = {key[0] for key in (*trace.whole.visible, *trace.whole.writes)}
             flags = (key for group in env.dones for key in group.keys())
             self._shown = {*flags, *_root_entries(called, env)}
-        elif _without_batch(env) != (first := self._layout):
+        elif layout != (first := self._layout):
             difference = first_difference(
                 (*env.observations, *env.actions, *env.rewards),
                 (*first.observations, *first.actions, *first.rewards),
@@ -270,11 +274,6 @@ def _root_entries(called: ProgramPolicy, env: EnvLayout) -> Collection[Key]:
     return {*(field.key for field in env.observations), *called.states, *called.provided}
 
 
-def _reads_only_shown(unit: Unit) -> bool:
-    """Tell whether ``unit`` is known to read nothing but what its first call was given."""
-    return reads_only_inputs(unit.module) and not unit.reads_before_written()
-
-
 def _check_delivered(signature: PolicySignature) -> None:
     """Check that rows of known entries hold all that the policy wrote."""
     why, wrote = signature.why_no_rows, signature.trace.whole.writes.items()
@@ -284,10 +283,6 @@ def _check_delivered(signature: PolicySignature) -> None:
         raise PolicyError(
             f"{why}, which asynchronous central inference does not deliver; use inference='workers'"
         )
-
-
-def _without_batch(env: EnvLayout) -> EnvLayout:
-    return replace(env, batch_shape=env.batch_shape[1:])
 
 
 def _rows(window: Window, key: Key, batch: tuple[int, ...]) -> Sequence[Any]:

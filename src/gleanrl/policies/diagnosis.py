@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -28,18 +29,10 @@ def diagnose(
     states: Sequence[Key],
     written: Sequence[Key],
 ) -> PolicyError | None:
-    """Say why ``policy`` failed on the entries that it was shown.
+    """Say why ``policy`` raised ``err`` on the entries that it was ``shown``.
 
-    Args:
-        err: The exception that it raised.
-        policy: The user's policy.
-        shown: The entries it was called on; ``None`` for one that is no tensor.
-        missing: The entries that it reads and was not shown.
-        states: Its recurrent states.
-        written: The entries that it declares to write.
-
-    Returns:
-        The error to raise; ``None`` if the policy's own says it best.
+    It reads those that are ``missing`` as well, has recurrent ``states``, and declares to write
+    those ``written``. ``None``: its own error says it best.
     """
     if missing:
         return PolicyError(_missing(missing, shown, written))
@@ -113,9 +106,8 @@ def wrote_otherwise(key: Key, value: object, first: torch.Tensor | None) -> Poli
 
 def unbatched(err: RuntimeError) -> PolicyError | None:
     """Name the tensor without the batch's shape, if that it was written is what raised ``err``."""
-    trace = err.__traceback__
-    while trace is not None:
-        seen, trace = trace.tb_frame.f_locals, trace.tb_next
+    for frame, _ in walk_tb(err.__traceback__):
+        seen = frame.f_locals
         td, value = seen.get("self"), seen.get("item", seen.get("value"))
         if "key" not in seen or not isinstance(td, TensorDictBase):
             continue
@@ -151,20 +143,15 @@ def _missing(missing: Sequence[Key], shown: Mapping[Key, Any], written: Sequence
 
 def _failed_layer(err: Exception) -> tuple[nn.Module, list[torch.Tensor]] | None:
     """Return the layer of torch's that raised ``err``, and the tensors it was called with."""
-    found, traceback = None, err.__traceback__
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
-        values = [frame.f_locals.get(name) for name in _parameters(frame.f_code)]
-        if values and frame.f_code.co_name == "forward" and isinstance(values[0], nn.Module):
+    found = None
+    for frame, _ in walk_tb(err.__traceback__):
+        code = frame.f_code
+        values = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+        if values and code.co_name == "forward" and isinstance(values[0], nn.Module):
             found = values[0], [v for v in values[1:] if isinstance(v, torch.Tensor)]
     if found is None or not type(found[0]).__module__.startswith("torch.nn."):
         return None  # what a forward of the user's raises says itself what is wrong
     return found if isinstance(err, RuntimeError | ValueError) else None
-
-
-def _parameters(code: Any) -> Sequence[str]:
-    names: Sequence[str] = code.co_varnames[: code.co_argcount]
-    return names
 
 
 def _misfit(

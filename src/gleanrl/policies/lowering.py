@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch import nn
 from gleanrl.core.errors import PolicyError
 from gleanrl.core.keys import Key, as_key, as_keys, format_key
 from gleanrl.operations.change_watch import Watch, equal
-from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, Slot, require
+from gleanrl.operations.op_recorder import Check, OpRecorder, OwnStream, as_rows, require
 from gleanrl.operations.proofs import (
     functions_are_genuine,
     is_genuine,
@@ -78,11 +78,11 @@ _BOUNDED = {f"torchrl.data.tensor_specs.{name}" for name in ("Bounded", "Bounded
 class Program:
     """Units of a policy for one exploration type, ready to be replayed."""
 
-    inputs: dict[Key, Slot]
+    inputs: dict[Key, Any]
     """Entries that are read: fill them before a replay."""
     reads: Written
     """The same in the shape that modules see."""
-    values: dict[Key, Slot]
+    values: dict[Key, Any]
     """Every entry after a replay."""
     written: Written
     """Those that a replay writes, as the units would have."""
@@ -120,13 +120,10 @@ class Lowering:
     """Takes one policy apart."""
 
     def __init__(self, trace: PolicyTrace, batch_shape: tuple[int, ...], *, for_rows: bool) -> None:
-        """Take the results of one call of the policy.
+        """Take the results of one call of the policy on TensorDicts of ``batch_shape``.
 
-        Args:
-            trace: The units, with the outputs of each.
-            batch_shape: Batch size of the TensorDicts that modules see.
-            for_rows: Outputs are copied to rows. Only then a unit's outputs may share memory, and
-                functions of the user's may be called with tensors: nobody else sees these.
+        ``for_rows``: Outputs are copied to rows. Only then a unit's outputs may share memory, and
+        functions of the user's may be called with tensors: nobody else sees these.
         """
         self.batch_shape = batch_shape
         self.for_rows = for_rows
@@ -168,7 +165,7 @@ class Lowering:
         try:
             now = Lowered(*self._units())
             if lower and kind is not None and functions_are_genuine():
-                with _no_trace(kind):
+                with torch.inference_mode(False), torch.no_grad(), set_interaction_type(kind):
                     now.program = _Recording(self, now.watch).run(now.units)
             now.rest = now.units[len(now.program.units) if now.program else 0 :]
         except Exception:  # what cannot be understood is called as it is
@@ -212,7 +209,8 @@ class _Recording:
                 require(written.keys() == unit.writes.keys())
                 # Others may write in place: where memory is shared, all of its entries change.
                 apart = [*self._used.values(), *{**self._written, **written}.values()]
-                require(self._policy.for_rows or not _share_memory(apart))
+                places = {value.untyped_storage().data_ptr() for value in apart}
+                require(self._policy.for_rows or len(places) == len(apart))
             except Exception:  # whatever went wrong, the unit is called as it is
                 self._used = used
                 ops.cut(mark)
@@ -223,8 +221,8 @@ class _Recording:
             self._written.update(written)
         if not self._units:
             return None
-        inputs = {key: Slot.of(value, dims) for key, value in self._used.items()}
-        values = {key: Slot.of(value, dims) for key, value in self._cells.items()}
+        inputs = {key: as_rows(value, dims) for key, value in self._used.items()}
+        values = {key: as_rows(value, dims) for key, value in self._cells.items()}
         return Program(
             inputs, self._used, values, self._written, ops.calls(), ops.checks, self._units
         )
@@ -293,8 +291,12 @@ class _Recording:
         low, high = bounds.space.low.clone(), bounds.space.high.clone()
         require(bool((low != 0).all() and (high != 0).all()))
         self._ops.constants([low, high])
+
+        def clamped(value: Tensor) -> Tensor:
+            return torch.clamp(value, low.expand_as(value), high.expand_as(value))
+
         acting = copy.copy(module)
-        vars(acting)["_spec"] = {module.action_key: _Clamping(low, high)}
+        vars(acting)["_spec"] = {module.action_key: SimpleNamespace(project=clamped)}
         return acting
 
     def _remembering(self, module: Any, unit: Unit) -> tuple[Key, ...]:
@@ -322,7 +324,7 @@ class _Recording:
         self._ops.changing([cell])
         mark = self._ops.mark()
         lead = missing_batch(spec, self._policy.batch_shape)
-        self._ops.add(partial(_draw_into, cell, partial(spec.rand, lead)))
+        self._ops.add(lambda: cell.copy_(spec.rand(lead)))
         self._prove_equal(policy, (), {key: cell}, self._ops.calls(mark))
         return {key: cell}
 
@@ -443,12 +445,7 @@ class _Recording:
                 self._cells[key].copy_(value)
 
     def _try_equal(
-        self,
-        module: Any,
-        reads: Sequence[Key],
-        written: Written,
-        calls: Sequence[Any],
-        trial: int,
+        self, module: Any, reads: Sequence[Key], written: Written, calls: Sequence[Any], trial: int
     ) -> None:
         own = OwnStream()
         td = TensorDict({}, batch_size=self._policy.batch_shape)
@@ -499,20 +496,6 @@ def _widened(value: Tensor, trial: int) -> Tensor:
     return value + torch.linspace(-2.0, 2.0, value.numel()).view(value.shape) * 100.0**trial
 
 
-class _Clamping:
-    """Stands in for a bounded spec."""
-
-    def __init__(self, low: Tensor, high: Tensor) -> None:
-        self._low, self._high = low, high
-
-    def project(self, value: Tensor) -> Tensor:
-        return torch.clamp(value, self._low.expand_as(value), self._high.expand_as(value))
-
-
-def _draw_into(cell: Tensor, rand: Callable[[], Tensor]) -> None:
-    cell.copy_(rand())
-
-
 def _is_tensordict_module(module: Any) -> bool:
     """Tell whether ``module`` is a plain ``TensorDictModule``, or a subclass that acts like one."""
     methods = ("forward", "_call_module", "_write_to_tensordict")
@@ -546,20 +529,8 @@ def _containers(policy: Any, leaves: set[int]) -> Iterator[nn.Module]:
         yield from _containers(child, leaves)
 
 
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether any two of ``tensors`` lie in the same storage."""
-    return len({value.untyped_storage().data_ptr() for value in tensors}) < len(tensors)
-
-
 def _last(key: Any) -> str:
     return key if isinstance(key, str) else str(key[-1])
-
-
-@contextmanager
-def _no_trace(kind: InteractionType) -> Iterator[None]:
-    """Run the body without gradients or inference tensors."""
-    with torch.inference_mode(False), torch.no_grad(), set_interaction_type(kind):
-        yield
 
 
 # -- in words --------------------------------------------------------------------------------------
@@ -650,11 +621,7 @@ _BUILT_OF = (D.Distribution, D.transforms.Transform, D.constraints.Constraint)
 
 
 def _require_known(kind: Any, options: Any) -> None:
-    """Require that ``kind`` is a library's, and ``options`` what a `Watch` can compare.
-
-    Raises:
-        Unknown: they are not.
-    """
+    """Require that ``kind`` is a library's, and ``options`` what a `Watch` can compare."""
     require(all(map(is_genuine, kind.__mro__[:-1])))
     settings = (bool, int, float, torch.Tensor, np.ndarray, type(None))
     require(type(options) is dict and all(type(value) in settings for value in options.values()))
@@ -680,11 +647,7 @@ def _check_parameters(
 ) -> None:
     """Have rollouts end with an error if ``params`` are none for the distribution of ``module``.
 
-    Args:
-        ops: Records the checks.
-        module: Draws.
-        params: Its inputs, by the name that the distribution has for them.
-        name: The name of the parameters in messages.
+    ``params`` are by the name that the distribution has for them; messages call them ``name``.
     """
     asked = module.distribution_kwargs.get("validate_args")
     validated = D.Distribution._validate_args if asked is None else asked

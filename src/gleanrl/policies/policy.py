@@ -45,21 +45,10 @@ __all__ = [
 def make_policy(
     policy: Any, contract: EnvContract, specs: Mapping[Key, Spec], options: SourceOptions
 ) -> RandomActions | ProgramPolicy:
-    """Make a `Policy` of the user's policy.
+    """Make a `Policy` of the user's policy; ``contract`` has a layout.
 
     The policy is called once, on the observation of the first reset, without gradient; random
-    streams and buffers are as before afterwards.
-
-    Args:
-        policy: ``None`` or a `RandomPolicy` to act at random, else a callable on TensorDicts or
-            tensors.
-        contract: The environment's observations and actions; it has a layout.
-        specs: Per action key, what random actions are drawn from.
-        options: How it is run, and where; the device of its first weight by default.
-
-    Raises:
-        PolicyTypeError: the policy cannot be called with the environment's entries.
-        PolicyError: its outputs do not fit the environment.
+    streams and buffers are as before afterwards. Random actions are drawn from ``specs``.
     """
     env = contract.layout
     assert env is not None
@@ -155,11 +144,7 @@ def make_actor(policy: Any, contract: EnvContract, options: SourceOptions) -> Ac
     adapted, signature = learn(policy, contract, given, options)
     call, lower = _accelerate(adapted.call, options, device)
     on_tensordict = TensorDictPolicy(
-        call,
-        signature if lower else None,
-        contract.layout.batch_shape,
-        device,
-        shows_device=named,
+        call, signature if lower else None, contract.layout.batch_shape, device, shows_device=named
     )
     return signed_actor(policy, on_tensordict, signature, contract, away)
 
@@ -253,12 +238,7 @@ def _marking(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
 #
 # The words are TensorDict's own, so that every module made with it listens to them.
 
-_MODES = {
-    "random": ExplorationType.RANDOM,
-    "mode": ExplorationType.MODE,
-    "mean": ExplorationType.MEAN,
-    "deterministic": ExplorationType.DETERMINISTIC,
-}
+_MODES = ("random", "mode", "mean", "deterministic")
 _RANDOM = "torchrl.modules.tensordict_module.exploration.RandomPolicy"
 _ENV = "torchrl.envs.common.EnvBase"
 _NOISE = "torchrl.modules.tensordict_module.exploration.AdditiveGaussianModule"
@@ -293,9 +273,9 @@ def parse_exploration_mode(mode: str) -> ExplorationType:
     >>> parse_exploration_mode("mean") is ExplorationType.MEAN
     True
     """
-    found = _MODES.get(mode.lower()) if isinstance(mode, str) else None
-    if found is None:
+    name = str(mode).lower()
+    if name not in _MODES:
         raise ConfigError(
             f"exploration_mode ({mode!r}) must be one of {', '.join(map(repr, _MODES))}"
         )
-    return found
+    return ExplorationType[name.upper()]

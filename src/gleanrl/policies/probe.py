@@ -7,15 +7,11 @@ import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    TensorDictModuleBase,
-    set_interaction_type,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase, set_interaction_type
 from torch import distributions as D
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -56,9 +52,12 @@ def _restored(policy: Any) -> Iterator[None]:
 
     What else the policy keeps, such as a counter in Python, advances.
     """
-    tables = [t for module in modules_of(policy) for t in (module._parameters, module._buffers)]
-    for name, tensor in (entry for table in tables for entry in table.items()):
-        if tensor is not None and tensor.layout != torch.strided:
+    tables: list[Any] = [
+        table for module in modules_of(policy) for table in (module._parameters, module._buffers)
+    ]
+    held = [(table, *item) for table in tables for item in table.items() if item[1] is not None]
+    for _, name, tensor in held:
+        if tensor.layout != torch.strided:
             raise PolicyError(
                 f"the policy's {name!r} is a parameter or buffer of layout {tensor.layout}, which "
                 "can be neither restored nor sent: register its indices and values, or keep it as "
@@ -66,9 +65,8 @@ def _restored(policy: Any) -> Iterator[None]:
             )
     entries = [
         (table, name, tensor, tensor.detach(), tensor.detach().clone())
-        for table in tables
-        for name, tensor in cast("Mapping[str, torch.Tensor]", table).items()
-        if tensor is not None and not is_lazy(tensor) and not _shared(tensor)
+        for table, name, tensor in held
+        if not is_lazy(tensor) and not _shared(tensor)
     ]
     try:
         with preserved():
@@ -76,7 +74,7 @@ def _restored(policy: Any) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for table, name, tensor, memory, value in entries:
-                cast("dict[str, torch.Tensor]", table)[name] = tensor
+                table[name] = tensor
                 if not tensor.is_set_to(memory):
                     tensor.data = memory
                 if not torch.equal(memory, value):
@@ -274,8 +272,7 @@ class PolicySignature:
     def check_needs_nothing_back(self) -> None:
         """Check that the policy writes nothing that only its next call can read.
 
-        Raises:
-            PolicyError: it does, for an asynchronous pool, which gives nothing back.
+        An asynchronous pool gives nothing back.
         """
         modules = modules_of(self.trace.whole.module)
         declare = (m for m in modules if isinstance(m, TensorDictModuleBase))
@@ -302,18 +299,9 @@ def learn(
 ) -> tuple[Adapted, PolicySignature]:
     """Call the policy once on ``root`` and leave no trace, neither in it nor in the policy.
 
-    A policy that gives indices where the environment wants one-hot vectors is called once more,
-    with its actions converted.
-
-    Args:
-        policy: The user's policy.
-        contract: The environment's side of the step, which has a layout.
-        root: The result of the first reset, as the policy is shown it.
-        options: How the policy is run.
-        adapted: How the policy is called, if that is decided already.
-
-    Returns:
-        How the policy is called from now on, and what that call showed.
+    ``root`` is the result of the first reset, as the policy is shown it, and ``contract`` has a
+    layout. A policy that gives indices where the environment wants one-hot vectors is called once
+    more, with its actions converted: ``adapted`` says how.
     """
     adapted = adapt(policy, contract, options) if adapted is None else adapted
     env = contract.layout
@@ -331,10 +319,9 @@ def learn(
             trace.keeps = sys.getrefcount(td) > before
             return trace, td
 
-    def next_state(called: tuple[PolicyTrace, TensorDictBase], key: Key) -> torch.Tensor | None:
-        return called[0].outputs.get(next_key(key))
-
-    (trace, after), states = _first_call(policy, adapted, start, given, run, next_state)
+    (trace, after), states = _first_call(
+        policy, adapted, start, given, run, lambda called, key: called[0].outputs.get(key)
+    )
     outputs = trace.outputs
     wanted = [field for field in env.actions if field.key in contract.one_hot]
     indices = [format_key(f.key) for f in wanted if _is_index(env, f, outputs.get(f.key))]
@@ -403,11 +390,9 @@ def learn_dynamic(
         with _restored(policy), torch.no_grad(), set_interaction_type(options.exploration_type):
             return call_on(adapted.call, _with(start, first))
 
-    def next_state(out: TensorDictBase, key: Key) -> torch.Tensor | None:
-        found: torch.Tensor | None = out.get(next_key(key), None)
-        return found
-
-    out, _ = _first_call(policy, adapted, start, given, run, next_state)
+    out, _ = _first_call(
+        policy, adapted, start, given, run, lambda called, key: called.get(key, None)
+    )
     unchanged = {key for key in provided if equal(out.get(key, start.get(key)), start.get(key))}
     kept = {*there, *contract.observed, *contract.rewarded, IS_INIT, *unchanged}
     written = leaves(out) - kept - set(map(next_key, kept))
@@ -483,11 +468,11 @@ def _first_call(
     start: TensorDictBase,
     given: Mapping[Key, torch.Tensor | None],
     run: Callable[[Mapping[Key, torch.Tensor]], _T],
-    next_state: Callable[[_T, Key], torch.Tensor | None],
+    written: Callable[[_T, Key], torch.Tensor | None],
 ) -> tuple[_T, tuple[Key, ...]]:
     """Call a policy with its first state; return what ``run`` returned, and the provided states.
 
-    ``next_state`` returns the state after the call.
+    ``written`` finds an entry in what ``run`` returned.
     """
     batch, device = tuple(start.batch_size), _place(start)
     states = _declared_states(policy, adapted, given)
@@ -508,13 +493,13 @@ def _first_call(
         if unknown and isinstance(err, KeyError):  # it cannot begin with a state of its own
             raise unknown_state(unknown) from err
         misfit = isinstance(err, _MISFITS)
-        written = adapted.out_keys or ()
-        error = diagnose(err, policy, given, missing, states, written) if misfit else None
+        declared = adapted.out_keys or ()
+        error = diagnose(err, policy, given, missing, states, declared) if misfit else None
         if error is not None:
             raise error from err
         raise
     for key, value in first.items():
-        after = next_state(result, key)
+        after = written(result, next_key(key))
         if after is None or after.shape != value.shape:
             raise unfit_state(key, value, after)
     return result, tuple(first)
@@ -554,9 +539,8 @@ def _primed(
 ) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the states that modules describe by primers, as TorchRL's do.
 
-    Raises:
-        PolicyError: the policy may read an entry of a primer that the environment does not give,
-            and it is no state, or an episode begins with another value of it than zeros.
+    `PolicyError` if the policy may read an entry of a primer that the environment does not give,
+    and it is no state, or an episode begins with another value of it than zeros.
     """
     shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     for module in modules_of(policy):

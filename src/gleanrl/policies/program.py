@@ -13,18 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from gleanrl.core.keys import NEXT, Key, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.protocols import JointAct
-from gleanrl.core.window import Array, Window
+from gleanrl.core.window import Window
 from gleanrl.memory.batch_arena import batch_rows
 from gleanrl.memory.device_staging import Staging, can_stage
 from gleanrl.memory.tensordicts import env_root, nest
 from gleanrl.operations.change_watch import equal, same_memory, writes_so_far
-from gleanrl.operations.op_recorder import Slot
 from gleanrl.operations.proofs import may_lower
 from gleanrl.policies.diagnosis import unlike_first_call, wrote_otherwise
 from gleanrl.policies.lowering import Lowered, Lowering, Program, check_unchanged, is_like
@@ -55,16 +55,10 @@ class ProgramPolicy:
         output_device: torch.device | None = None,
         lower: bool = True,
     ) -> None:
-        """Run what ``signature`` describes.
+        """Run ``inner``, the user's policy, on ``device``; ``call`` takes and returns a TensorDict.
 
-        Args:
-            inner: The user's policy; answers ``getattr_policy``.
-            call: The same as a callable on TensorDicts.
-            signature: The policy's units, inputs and outputs.
-            env: The environment's side of the step.
-            device: Where the policy runs.
-            output_device: The same, if outputs may stay there until their batch is delivered.
-            lower: Take modules apart; else the policy is called as it is.
+        ``output_device`` is the same if outputs may stay there until their batch is delivered. To
+        ``lower`` is to take modules apart; else the policy is called as it is.
         """
         self.inner = inner
         staged = can_stage(device) and env.device is None
@@ -81,14 +75,15 @@ class ProgramPolicy:
         )
         """The policy on one TensorDict, for environments that also work on one."""
         called = _StagedOverRows if staged else _TensorDictOverRows
-        self._called = called(self.on_tensordict, signature, env, device)
+        self.called = called(self.on_tensordict, signature, env, device)
+        """The policy called as it is, in rows."""
         self._replayed = _ProgramOverRows(env, signature)
         self._now: Lowered
         self._lowering = Lowering(signature.trace, env.batch_shape, for_rows=True)
         written = set(signature.policy_written_state)
         self._lower = lower and not signature.rewrites and written == set(signature.states)
         self._lower = self._lower and env.device is None  # programs read arrays
-        self._rows: _TensorDictOverRows | _ProgramOverRows = self._called
+        self._rows: _TensorDictOverRows | _ProgramOverRows = self.called
         self.act: Callable[[int], None] = self._rows.act
         """Read root row ``t``, write the outputs there and the states at root row ``t + 1``."""
 
@@ -96,14 +91,14 @@ class ProgramPolicy:
         self._now = self._current()
         program, kept = self._now.program, self._lowering.kept
         replayed = self._rows is self._replayed
-        if program is None or self._now.rest or (kept and self.gets_back is not None):
+        if program is None or self._now.rest or (kept and self.called.gets_back is not None):
             # What the step before wrote, if a program did.
             last = {**self._replayed.program.written, **kept} if replayed else {}
-            self._called.begin(window, next_root, last)
-            self._rows = self._called
+            self.called.begin(window, next_root, last)
+            self._rows = self.called
         else:
             if kept and not replayed:
-                self._called.write_remembered(kept)
+                self.called.write_remembered(kept)
             self._replayed.begin(program, window, next_root)
             self._rows = self._replayed
         self.act = self._rows.act
@@ -115,38 +110,29 @@ class ProgramPolicy:
         self._rows.finish()
 
     def forget(self) -> None:
-        self._rows = self._called
-        self._called.forget()
+        self._rows = self.called
+        self.called.forget()
 
     @property
     def memory(self) -> Any:
         """What the policy wrote at the root before, ``None`` if nobody reads it."""
         if self._rows is not self._replayed:
-            return self._called.remembered()
+            return self.called.remembered()
         return {key: value.clone() for key, value in self._lowering.kept.items()} or None
 
     @memory.setter
     def memory(self, entries: Any) -> None:
         if entries is not None:
-            self._rows = self._called
-            self._called.remember(entries)
-
-    @property
-    def gets_back(self) -> Collection[Key] | None:
-        """Outputs of the last step that the policy gets back, besides states; ``None`` for all."""
-        return self._called.gets_back
-
-    @gets_back.setter
-    def gets_back(self, keys: Collection[Key] | None) -> None:
-        self._called.gets_back = keys
+            self._rows = self.called
+            self.called.remember(entries)
 
     def zero_memory(self, envs: Sequence[int]) -> None:
         """Zero the policy's earlier outputs at the root, in the rows of ``envs``.
 
         TorchRL's environments do so where they reset some of their members.
         """
-        if self._rows is self._called:
-            self._called.zero_memory(envs)
+        if self._rows is self.called:
+            self.called.zero_memory(envs)
         for value in self._lowering.kept.values():
             value.view(-1, *value.shape[self._batch_dims :])[list(envs)] = 0
 
@@ -162,18 +148,16 @@ class ProgramPolicy:
 
 
 class _ProgramOverRows:
-    """Copies root rows into the slots of a program, replays its calls, copies results out.
+    """Copies root rows into a program's entries, replays its calls, copies results out.
 
-    Where numpy has the dtype of a slot, a row is one copy of an array.
+    Where numpy has the dtype of an entry, a row is one copy of an array.
     """
 
     def __init__(self, env: EnvLayout, signature: PolicySignature) -> None:
         self.program: Program
         self._calls: list[Callable[[], Any]] = []
-        self._loads: list[tuple[Array, Sequence[Array]]] = []
-        self._stores: list[tuple[Sequence[Array], Array]] = []
-        self._tensor_loads: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        self._tensor_stores: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._loads: list[tuple[Any, Sequence[Any]]] = []
+        self._stores: list[tuple[Sequence[Any], Any]] = []
         self._outputs, self._states = signature.outputs, signature.states
         # Root keys that change from step to step.
         observed = (field.key for field in env.observations)
@@ -182,53 +166,36 @@ class _ProgramOverRows:
     def begin(self, program: Program, window: Window, next_root: Window) -> None:
         """Connect ``program`` to ``window``; root row ``T`` is row 0 of ``next_root``."""
         self.program, self._calls = program, program.calls
-        self._loads, self._tensor_loads = [], []
-        self._stores, self._tensor_stores = [], []
-        for key, slot in program.inputs.items():
-            if key not in self._roots:
-                continue
-            if slot.array is None:
-                self._tensor_loads.append((slot.tensor, window.tensor_rows(key)))
-            else:
-                self._loads.append((slot.array, window.rows(key)))
+        self._loads, self._stores = [], []  # `__class__` is no call, in every rollout
+        for key, held in program.inputs.items():
+            if key in self._roots:
+                rows = window.rows if held.__class__ is np.ndarray else window.tensor_rows
+                self._loads.append((held, rows(key)))
         for field in self._outputs:
-            self._store(window, field.key, program.values[field.key])
-        for key in self._states:
-            self._bind_state(program, window, next_root, key)
+            held = program.values[field.key]
+            rows = window.rows if held.__class__ is np.ndarray else window.tensor_rows
+            self._stores.append((rows(field.key), held))
+        for key in self._states:  # that after step ``t`` is read at ``t + 1``
+            held = program.values[next_key(key)]
+            if held.__class__ is np.ndarray:
+                after: Any = window.rows(key)[1:] + next_root.rows(key)
+            else:
+                after = *window.tensor_rows(key)[1:], *next_root.tensor_rows(key)
+            self._stores.append((after, held))
         for check in program.checks:
             check.begin()
 
     def act(self, t: int) -> None:
-        for array, rows in self._loads:
-            array[...] = rows[t]
-        for tensor, tensor_rows in self._tensor_loads:
-            tensor.copy_(tensor_rows[t])
+        for held, rows in self._loads:
+            held[...] = rows[t]
         for call in self._calls:
             call()
-        for rows, array in self._stores:
-            rows[t][...] = array
-        for tensor_rows, tensor in self._tensor_stores:
-            tensor_rows[t].copy_(tensor)
+        for rows, held in self._stores:
+            rows[t][...] = held
 
     def finish(self) -> None:
         for check in self.program.checks:
             check.finish()
-
-    def _store(self, window: Window, key: Key, slot: Slot) -> None:
-        if slot.array is None:
-            self._tensor_stores.append((window.tensor_rows(key), slot.tensor))
-        else:
-            self._stores.append((window.rows(key), slot.array))
-
-    def _bind_state(self, program: Program, window: Window, next_root: Window, key: Key) -> None:
-        """Make the state after step ``t`` the one that is read at ``t + 1``."""
-        after = program.values[next_key(key)]
-        if after.array is None:
-            tensors = (*window.tensor_rows(key)[1:], *next_root.tensor_rows(key))
-            self._tensor_stores.append((tensors, after.tensor))
-        else:
-            rows = window.rows(key)[1:] + next_root.rows(key)
-            self._stores.append((rows, after.array))
 
 
 # -- on a TensorDict -------------------------------------------------------------------------------
@@ -246,15 +213,10 @@ class TensorDictPolicy:
         *,
         shows_device: bool = True,
     ) -> None:
-        """Call ``call``; take it apart only if ``signature`` lists its parts.
+        """Call ``call``, which returns a TensorDict or writes into the one that it takes.
 
-        Args:
-            call: Takes a TensorDict; returns one, or ``None`` after writing into it.
-            signature: The results of one call; ``None`` to call it as it is at every step.
-            batch_shape: Batch size of the TensorDicts.
-            device: Where the policy runs.
-            shows_device: Whether the TensorDicts that the policy gets have their device. TorchRL
-                shows one only where it was named for the policy.
+        It is taken apart only if ``signature`` lists its parts. ``shows_device``: The TensorDicts
+        that it gets have their device. TorchRL shows one only where it was named for the policy.
         """
         self._calling = call_on if shows_device else _call_without_device
         self._call = partial(self._calling, call)
@@ -341,6 +303,7 @@ class _TensorDictOverRows:
         self._policy, self._signature, self._env = policy, signature, env
         self._device = device
         self.gets_back: Collection[Key] | None = None
+        """Outputs of the last step that the policy gets back, besides states; ``None`` for all."""
         self._root: TensorDictBase | None = None
         outputs = signature.trace.outputs
         self._shown = {field.key: field.dtype for field in env.observations}

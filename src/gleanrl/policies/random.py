@@ -79,19 +79,17 @@ class RandomActions:
     def __init__(
         self, specs: Mapping[Key, Spec], env: EnvLayout, like: Policy | None = None
     ) -> None:
-        """Draw actions for ``env``.
+        """Draw actions for ``env``; ``specs`` are those of one environment, by action key.
 
-        Args:
-            specs: Per action key, the values of one environment's action.
-            env: The layout of the environment that takes the actions.
-            like: The policy it stands in for: the other outputs of that one are zeros.
+        ``like``: The policy it stands in for: the other outputs of that one are zeros.
         """
         self.outputs: tuple[Field, ...] = env.actions if like is None else like.outputs
         self.states: tuple[Key, ...] = () if like is None else like.states
         self._zeros = [f.key for f in self.outputs if f.key not in specs]
         self._specs, self._envs = specs, env.num_envs
         self._stepwise = [spec.stepwise for spec in specs.values()] == [True]
-        self._streams = Streams()
+        self.streams = Streams()
+        """Those of the source that this acts for: actions have a stream there."""
         self.ahead: int | None = None
         """Rows to draw at once; ``None`` for all of a window."""
         self._drawn = 0
@@ -99,10 +97,6 @@ class RandomActions:
         self._rewind: tuple[int, torch.Tensor | None] = 0, None
         """The first of these rows, and the stream before they were drawn."""
         self._window: Window
-
-    def draw_from(self, streams: Streams) -> None:
-        """Draw from the stream for actions in ``streams``, of the source that this acts for."""
-        self._streams = streams
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Zero everything but the actions: a policy's extras and its state."""
@@ -118,7 +112,7 @@ class RandomActions:
 
     def _draw(self, t: int) -> None:
         """Draw row ``t``, and the rows behind it where one call draws the same numbers for them."""
-        streams, envs = self._streams, self._envs
+        streams, envs = self.streams, self._envs
         with streams.acting():
             if not self._stepwise:
                 for key, spec in self._specs.items():
@@ -134,9 +128,9 @@ class RandomActions:
     def finish(self, steps: int) -> None:
         """Put the stream behind the last of ``steps`` rows."""
         if self._drawn > steps:
-            first, self._streams.actions = self._rewind
+            first, self.streams.actions = self._rewind
             (spec,) = self._specs.values()
-            with self._streams.acting():
+            with self.streams.acting():
                 spec.rand((steps - first, self._envs))
 
     def forget(self) -> None:

@@ -90,19 +90,14 @@ def modules_of(policy: Any) -> Iterator[nn.Module]:
 def _captured(item: Any) -> Iterator[Any]:
     """Yield the objects in a callable other than a module that it may call."""
     held = [getattr(item, "__self__", None), getattr(item, "func", None)]
-    held += [cell.cell_contents for cell in getattr(item, "__closure__", None) or () if _full(cell)]
+    for cell in getattr(item, "__closure__", None) or ():
+        with suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
     if not isinstance(item, type) and callable(item):
         held += getattr(item, "__dict__", {}).values()
     for value in held:
         if isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type)):
             yield value
-
-
-def _full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def watch_layers(units: Collection[Any]) -> Watch:

@@ -38,7 +38,6 @@ NO_OBSERVATION = (*END_FLAGS, "step_count", "is_init", "reward")
 OF_ENV = ("env_spec", "observation_space", "action_space")
 """The entries of cards about the environment, so that it can be made again."""
 ENDS = ("complete", "interrupted", "failed")
-"""The ends of a recording."""
 
 
 def card(facts: Mapping[str, Any]) -> str:
@@ -54,7 +53,6 @@ class Metadata:
     data: str
     """The kind of the files: one of `FORMATS`, or ``"shards"``."""
     frames: int
-    """Frames collected."""
     files: tuple[TensorFile, ...]
     """One per entry; each describes one row."""
     facts: Mapping[str, Any]
@@ -112,7 +110,6 @@ class Part:
     """Frames in one place: those of one writer, or a whole dataset."""
 
     frames: int
-    """The number of frames."""
     files: Sequence[TensorFile]
     """The entries that can be read."""
     facts: Mapping[str, Any] = {}
@@ -130,10 +127,10 @@ class Part:
         """Return the elements of an entry, in any shape."""
         raise NotImplementedError
 
-    def chunks(self, rows: int = 1 << 16, nbytes: int = 1 << 25) -> Iterator[slice]:
-        """Yield the rows of all frames, at most so many and of so many bytes at a time."""
+    def chunks(self) -> Iterator[slice]:
+        """Yield the rows of all frames, of a bounded number and size at a time."""
         row = sum(file.nbytes for file in self.files)
-        size = max(1, min(rows, nbytes // max(row, 1)))
+        size = max(1, min(1 << 16, (1 << 25) // max(row, 1)))
         for start in range(0, self.frames, size):
             yield slice(start, start + size)
 

@@ -41,7 +41,6 @@ class EpisodeStats:
 
     def __init__(self) -> None:
         self.frames = 0
-        """Frames seen."""
         self._open = np.empty(0, _RUN)
         """Unfinished episodes, with their sums so far."""
         self._done: list[Array] = []
@@ -84,36 +83,23 @@ class EpisodeStats:
         self._done = [done]
 
     def update(self, batch: TensorDictBase) -> None:
-        """Add a batch ``[T]`` or ``[..., T]`` of a collector.
+        """Add a batch ``[T]`` or ``[..., T]`` of a collector, which must have end flags.
 
-        Raises:
-            ConfigError: the batch has no end flags.
+        Without trajectory ids every row is one environment, the same in every batch.
         """
         steps = batch.shape[-1]
-        ids, mask = batch.get(TRAJ_IDS, None), batch.get(MASK, None)
-        self.add(
-            _rewards(batch).reshape(-1, steps),
-            end_flags(batch).reshape(-1, steps).cpu().numpy(),
-            None if ids is None else ids.reshape(-1, steps).cpu().numpy(),
-            None if mask is None else mask.reshape(-1, steps).cpu().numpy(),
+        rewards = _rewards(batch).reshape(-1, steps)
+        ended = end_flags(batch).reshape(-1, steps).cpu().numpy()
+        ids, mask = (
+            None if found is None else found.reshape(-1, steps).cpu().numpy()
+            for found in (batch.get(TRAJ_IDS, None), batch.get(MASK, None))
         )
-
-    def add(
-        self, rewards: Array, ended: Array, ids: Array | None = None, mask: Array | None = None
-    ) -> None:
-        """Take in ``T`` steps of ``R`` environments.
-
-        Args:
-            rewards: ``[R, T]``.
-            ended: ``[R, T]`` bool, True on the last frame of an episode.
-            ids: ``[R, T]`` trajectory ids, -1 on frames never collected. Without them every row is
-                one environment, the same in every batch.
-            mask: ``[R, T]`` bool, False on frames never collected.
-        """
-        rows = rewards.shape[0]
+        rows = len(rewards)
         if ids is None:
             ids = np.broadcast_to(np.arange(rows)[:, None], rewards.shape)
-        valid = (ids != -1) if mask is None else (ids != -1) & mask
+        valid = ids != -1  # a frame that was collected
+        if mask is not None:
+            valid &= mask
         env, time = np.nonzero(valid)
         if len(env) == 0:
             return
@@ -184,9 +170,8 @@ def describe_episodes(stats: EpisodeStats) -> list[tuple[str, str]]:
 def total(dataset: Dataset) -> EpisodeStats | None:
     """Add up the episodes of a dataset, a bounded number of frames at a time.
 
-    Returns:
-        ``None`` if the data have no rewards or no end flags, or if rows of several environments
-        have no trajectory ids.
+    ``None`` if the data have no rewards or no end flags, or if rows of several environments have no
+    trajectory ids.
     """
     keys = dataset.keys()
     ends = end_keys(keys)
@@ -219,7 +204,6 @@ class Episode:
     """The rows of one episode."""
 
     id: int
-    """Its trajectory id."""
     part: Part
     """Where its rows are."""
     runs: list[tuple[int, int]] = field(default_factory=list)

@@ -110,21 +110,18 @@ class EpisodePart(Part):
             (NEXT, "terminated"): "terminations",
             (NEXT, "truncated"): "truncations",
         }
-        self._starts = {
-            leaf.key: getattr(leaf.space, "start", 0) for leaf in space_leaves(action, ACTION)
-        }
         for leaf in observation_leaves(observation):
             self._paths[leaf.key] = _path("observations", leaf)
             self._paths[NEXT, *leaf.key] = _path("observations", leaf)
+        self._starts: dict[Key, Any] = {}
+        numbers = {}
         for leaf in space_leaves(action, ACTION):
             self._paths[leaf.key] = _path("actions", leaf)
+            self._starts[leaf.key] = getattr(leaf.space, "start", 0)
+            if isinstance(leaf.space, spaces.Discrete):  # though recorded as one-hot vectors, say
+                numbers[leaf.key] = (), torch.int64
         for name in metadata.facts.get("infos", ()):
             self._paths[tuple(name.split("."))] = f"infos/{name}"
-        numbers = {
-            leaf.key: (tuple(leaf.space.shape or ()), torch.int64)
-            for leaf in space_leaves(action, ACTION)
-            if isinstance(leaf.space, spaces.Discrete)
-        }  # though they may have been recorded as one-hot vectors
         self.files = [
             TensorFile(f.key, *numbers.get(f.key, (f.shape, f.dtype)), f.file)
             for f in metadata.files
@@ -197,11 +194,10 @@ class _Shape:
         }
         actions = self._actions.decode([_array(episode.read(key)) for key in self._actions.specs])
         rewards = [episode.read(key).reshape(len(episode), -1).sum(1) for key in self._rewards]
-        over = {key[-1]: False for key in self._flags}
-        flags = {
-            name: np.any([self._flag(episode, key) for key in self._flags if key[-1] == name], 0)
-            for name in over
-        }
+        flags: dict[str, Array] = {}
+        for key in self._flags:
+            own = episode.read(key).reshape(len(episode), -1).any(1).numpy()
+            flags[key[-1]] = own | flags.get(key[-1], False)
         cut = flags.get("truncated", np.zeros(len(episode), bool))
         dead = flags.get("terminated", flags.get("done", cut) & ~cut)
         cut[-1] |= not dead[-1]
@@ -214,10 +210,6 @@ class _Shape:
             truncations=cut,
             infos={".".join(key): _array(episode.read(key)) for key in self.infos},
         )
-
-    @staticmethod
-    def _flag(episode: Episode, key: Key) -> Array:
-        return episode.read(key).reshape(len(episode), -1).any(1).numpy()
 
 
 def _array(values: torch.Tensor) -> Array:

@@ -206,10 +206,7 @@ def write(dataset: Dataset, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Put the shards of ``dataset`` into one memory-mapped TensorDict in its directory.
 
     The files of a single shard are linked, those of several are copied one after the other; the
-    shards stay as they are.
-
-    Raises:
-        OSError: the disk is full; the new files are removed again.
+    shards stay as they are. If the disk is full, the new files are removed again.
     """
     directory, files, frames = dataset.directory, dataset.metadata.files, dataset.metadata.frames
     shards = [part.directory for part in dataset.parts if isinstance(part, RawPart)]

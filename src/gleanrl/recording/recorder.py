@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -291,12 +290,7 @@ class Recorder(Sink):
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close as complete, interrupted (Ctrl-C) or failed (any other exception)."""
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("complete" if kind is None else "interrupted" if interrupted else "failed")

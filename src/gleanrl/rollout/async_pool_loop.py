@@ -49,24 +49,18 @@ class AsyncPoolLoop(EnvLoop):
                 "leave out batch_size where the pool is made"
             )
         self._pool = pool
-        super().__init__(pool, first, policy, options)
+        super().__init__(pool, first, policy, options, _RowsTracker(pool.all_envs))
         self.num_envs, self._width = pool.all_envs, pool.num_envs
         if isinstance(policy, ProgramPolicy):
             policy.signature.check_needs_nothing_back()
-            policy.gets_back = ()  # each row is of other environments than the row before
-        self._logged = logged_fields(
-            self._fields.layout, self._fields.root_fields, pool.layout, policy
-        )
+            policy.called.gets_back = ()  # each row is of other environments than the row before
+        self._logged = logged_fields(self._fields, pool.layout, policy)
         self._arriving = [next_key(field.key) for field in pool.layout.rewards]
         self._arriving += [next_key(key) for group in pool.layout.dones for key in group.keys()]
-        _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
         self._chunks: Chunks | None = None
         self._states = _States(policy, pool.all_envs)
         self._states.restart(pool.at_hand)
         self._discarded = 0
-
-    def _make_tracker(self) -> Tracker:
-        return _RowsTracker(self._pool.all_envs)
 
     def layout(self) -> Layout:
         """Describe one step; a rollout has rows of some of the environments."""

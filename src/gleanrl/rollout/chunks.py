@@ -40,11 +40,9 @@ class Chunks:
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 
-        Args:
-            fields: The fields of rows.
-            shifted: Root keys whose ``"next"`` value is the root value of the transition after it.
-            arriving: Those of ``fields`` that tell how an environment got into the next row.
-            size: ``N``, ``M`` and ``T``.
+        ``shifted``: Root keys whose ``"next"`` value is the root value of the transition after it.
+        ``arriving``: Those of ``fields`` that tell how an environment got into the next row.
+        ``size``: ``N``, ``M`` and ``T``.
         """
         self._envs, self._width, self.steps = envs, width, steps = size
         nbytes = width * sum(field.nbytes for field in fields)
@@ -62,8 +60,8 @@ class Chunks:
         count = 2 * envs + width
         self._trash = count * steps
         """The place of data outside of transitions."""
-        finals = [field for field in fields if field.key in shifted]
-        stored = {f.key: f for f in (*fields, *(_next(field) for field in finals))}
+        finals = [replace(f, key=next_key(f.key)) for f in fields if f.key in shifted]
+        stored = {f.key: f for f in (*fields, *finals)}
         self._stored: dict[Key, Array] = {
             key: np.zeros((self._trash + 1, *field.shape), field.numpy_dtype)
             for key, field in stored.items()
@@ -134,12 +132,10 @@ class Chunks:
         return min(max(_FEWEST_ROWS, rows + rows // 16 + 4), self.most)
 
     def take(self, count: int, ids: Array, version: int) -> None:
-        """Sort ``count`` rows, by policy ``version``, into chunks.
+        """Sort ``count`` rows, in which environments acted by policy ``version``, into chunks.
 
-        Args:
-            count: Rows in which environments acted; one more shows those that are at hand then.
-            ids: ``[count + 1, M]``, the environment of each entry.
-            version: The version of the policy.
+        One more row shows those that are at hand then. ``ids``: ``[count + 1, M]``, the environment
+        of each entry.
         """
         order, envs, first = self._in_order(ids[: count + 1].reshape(-1))
         width, own = self._width, envs[first]
@@ -164,8 +160,7 @@ class Chunks:
     def _in_order(self, envs: Array) -> tuple[Array, Array, Array]:
         """Return the order by environment, and by time within each.
 
-        Returns:
-            The order; the sorted ``envs``; where in these each environment begins.
+        Also returns the sorted ``envs``, and where in these each environment begins.
         """
         # Numpy sorts numbers of 16 bits in a fraction of the time.
         narrow = envs.astype(np.int16) if self._envs < 1 << 15 else envs
@@ -225,8 +220,7 @@ class Chunks:
     def deliver(self, window: Window) -> tuple[Array, Array]:
         """Move the oldest ``M`` full chunks into ``window``.
 
-        Returns:
-            The environment of each row, ``[M]``, and the policy version of each step, ``[M, T]``.
+        Returns the environment of each row, ``[M]``, and the policy version of each step.
         """
         delivered = [self.full.popleft() for _ in range(self._width)]
         self._free += delivered
@@ -250,7 +244,3 @@ class Chunks:
 
 def _flat(rows: Array) -> Array:
     return rows.reshape(-1, *rows.shape[2:])
-
-
-def _next(field: Field) -> Field:
-    return replace(field, key=next_key(field.key))

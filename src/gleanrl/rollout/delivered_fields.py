@@ -56,15 +56,11 @@ class DeliveredFields:
         root_fields: tuple[Field, ...] = (),
         groups: tuple[Group, ...] = (),
     ) -> None:
-        """Compose the layout; errors as of `check_options`.
+        """Compose the layout of ``root`` fields and of those of ``env``.
 
-        Args:
-            env: The environment's side of a step.
-            root: Root fields.
-            written: The policy's outputs under ``"next"``, keys without it.
-            options: The user's options.
-            root_fields: Root fields that pass from one rollout to the next in rows.
-            groups: Nested parts with a batch size of their own.
+        ``written``: The policy's outputs under ``"next"``, keys without it. ``root_fields``: Root
+        fields that pass from one rollout to the next in rows. ``groups``: Nested parts with a batch
+        size of their own.
         """
         self._options, self._device = options, env.device
         # Windows come back rollout after rollout; what begin and finish touch is looked up once.
@@ -138,10 +134,6 @@ class DeliveredFields:
         """Entries that `finish` writes."""
         counted = [key for key, _ in self._counters()]
         return frozenset((TRAJ_IDS, MASK, *counted, *map(next_key, counted)))
-
-    def make_next_root(self) -> Window:
-        """Allocate the memory of the fields that pass from one rollout to the next."""
-        return Window.allocate(self.root_fields, self.layout.num_envs, 1)
 
     def begin(self, window: Window, next_root: Window) -> None:
         """Prepare ``window``: flags False, root row 0 from ``next_root``."""

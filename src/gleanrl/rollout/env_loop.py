@@ -38,7 +38,7 @@ def dense(
         try:
             act(t)
         except Exception as err:
-            _blame_policy(err, t)
+            note(err, f"the policy raised this at step {t} of the rollout")
             raise
         ended = step(t, tracker.due(t) if t == tracker.next_due else ())
         if ended:
@@ -46,10 +46,6 @@ def dense(
         if stop[0]:
             return t + 1
     return steps
-
-
-def _blame_policy(error: Exception, t: int) -> None:
-    note(error, f"the policy raised this at step {t} of the rollout")
 
 
 class EnvLoop(BaseSource):
@@ -61,14 +57,11 @@ class EnvLoop(BaseSource):
         first: Window,
         policy: Policy,
         options: SourceOptions,
+        tracker: Tracker | None = None,
     ) -> None:
-        """Learn the layout.
+        """Learn the layout of ``env``, whose one reset showed ``first``, one step long.
 
-        Args:
-            env: Was reset once.
-            first: The observations of that reset; one step long.
-            policy: The acting policy.
-            options: The user's options.
+        By default, the ``tracker`` also follows what is provided for ``policy``.
         """
         self._env = env
         super().__init__(env, env.inner, policy.inner, options)
@@ -77,13 +70,15 @@ class EnvLoop(BaseSource):
         self._random = RandomActions(env.action_specs, env.layout, policy)
         for one in (policy, self._random):
             if isinstance(one, RandomActions):
-                one.draw_from(self.streams)
+                one.streams = self.streams
         self._fields = DeliveredFields.of(env.layout, policy, options)
-        self._next_root = self._fields.make_next_root()
+        self._next_root = Window.allocate(self._fields.root_fields, self.num_envs, 1)
         for key in first.keys():
             self._next_root.tensor(key).copy_(first.tensor(key))
         self._provided = Provided(policy.states, policy.provided, self._next_root)
-        self.tracker = self._make_tracker()
+        self.tracker = tracker or Tracker(
+            self.num_envs, options.max_frames_per_traj, self._provided
+        )
         if env.only_rows:
             # Bound to a proxy, as a cycle would keep memory and descriptors.
             env.on_rebuilt = MethodType(type(self)._rebuilt, weakref.proxy(self))
@@ -92,9 +87,6 @@ class EnvLoop(BaseSource):
         """Environments whose ends are known at the end of a rollout."""
         if self._by_masks is not None and self._provided:
             self._by_masks.on_ended = self._provided.started_where
-
-    def _make_tracker(self) -> Tracker:
-        return Tracker(self.num_envs, self.options.max_frames_per_traj, self._provided)
 
     def layout(self) -> Layout:
         layout = self._fields.layout
@@ -137,7 +129,7 @@ class EnvLoop(BaseSource):
                 with self.acting():
                     act(taken)
             except Exception as err:
-                _blame_policy(err, taken)
+                note(err, f"the policy raised this at step {taken} of the rollout")
                 raise
             yield policy.requested
             versions.append(self.policy_version)  # weights may have changed before the act

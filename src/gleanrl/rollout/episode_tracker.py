@@ -36,10 +36,7 @@ class Tracker:
     def __init__(self, envs: int, max_frames: int | None, provided: Provided | None = None) -> None:
         """Start at episode 0 of every environment, without other environments until `place`.
 
-        Args:
-            envs: The number of environments.
-            max_frames: Steps after which an episode is cut.
-            provided: Is told where episodes begin.
+        Episodes are cut after ``max_frames`` steps. ``provided`` is told where they begin.
         """
         self._index = np.arange(envs, dtype=np.int64)
         self._stride = envs
@@ -128,14 +125,11 @@ class Tracker:
         self._all_ends = np.array((rows, steps + 1))
 
     def finish(self, steps: int, rewards: Array, ids: Array | None, counts: Array | None) -> None:
-        """Close a rollout of ``steps`` steps.
+        """Close a rollout of ``steps`` steps, which may be less than the arrays hold.
 
-        Args:
-            steps: Steps taken; may be less than the arrays hold.
-            rewards: ``[P, T]``, one per frame.
-            ids: ``[P, T]`` int64, receives trajectory ids, -1 from ``steps`` on. Or ``None``.
-            counts: ``[P, T + 1]`` int64, receives steps taken in the episode before each root row.
-                Or ``None``.
+        ``rewards``, ``[P, T]``, are one per frame. If there are ``ids``, ``[P, T]`` int64, they
+        receive trajectory ids, -1 from ``steps`` on; ``counts``, ``[P, T + 1]`` int64, receive
+        steps taken in the episode before each root row.
         """
         # All that follows is paid per rollout with cold caches: some 2 us for every kind of call.
         ended = np.array((self._over, self._over_after)) if self._over else self._all_ends

@@ -14,15 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from gleanrl.core.errors import EnvError, PolicyError
-from gleanrl.core.keys import (
-    NEXT,
-    STEP_COUNT,
-    TRUNCATED,
-    Key,
-    as_key,
-    format_key,
-    next_key,
-)
+from gleanrl.core.keys import NEXT, STEP_COUNT, TRUNCATED, Key, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.window import Window
@@ -40,7 +32,6 @@ class ExpectedSteps:
     """The expected contents of finished steps, as far as known before the first step."""
 
     fields: DeliveredFields
-    """The delivered fields."""
     stored: tuple[Field, ...]
     """The part of it that steps hold; the rest is written in bulk."""
     optional: frozenset[Key]
@@ -122,10 +113,7 @@ def expect(
         stored=stored,
         # Random frames lack states that the policy makes itself, also under "next".
         optional=frozenset((*late, *map(next_key, late), *flags)),
-        ignored=(
-            *map(next_key, left_out),
-            *(key for key in actor.provided if key == STEP_COUNT),
-        ),
+        ignored=(*map(next_key, left_out), *(key for key in actor.provided if key == STEP_COUNT)),
     )
 
 
@@ -255,11 +243,7 @@ class StepRecorder:
         self._rows = self._bound[window]
 
     def before(self, root: TensorDictBase) -> None:
-        """Store the environment's root entries, before it steps.
-
-        Raises:
-            PolicyError: one is not as it was in earlier steps.
-        """
+        """Store the environment's root entries, before it steps; all must be as before."""
         self._t += 1
         for name, leaf in () if self.steps is not None else self._rows[0]:
             value = root.get(name, None)
@@ -267,15 +251,11 @@ class StepRecorder:
                 self._open(as_key(name), *wrong[1:])
                 break
         if self.steps is not None or not self._fixed:
-            self._view = _view_of(root, self._shown)
+            kept = root.select(*self._shown, strict=False)
+            self._view = None if kept.is_empty() else copied(kept)
 
     def after(self, finished: TensorDictBase) -> None:
-        """Store a finished step, before anything is reset.
-
-        Raises:
-            EnvError: an entry under ``"next"`` is not as it was in earlier steps.
-            PolicyError: another entry is not.
-        """
+        """Store a finished step, before anything is reset; entries must be as in earlier ones."""
         if self.steps is None:
             node = self._rows[1]
             wrong = node.write(finished, self._t)
@@ -338,11 +318,6 @@ def _parent(root: _Node, key: Key, sizes: Mapping[Key, torch.Size]) -> _Node:
         assert isinstance(inner, _Node)
         node = inner
     return node
-
-
-def _view_of(root: TensorDictBase, shown: Sequence[Key]) -> TensorDictBase | None:
-    kept = root.select(*shown, strict=False)
-    return None if kept.is_empty() else copied(kept)
 
 
 def _only_in_some(stack: LazyStackedTensorDict) -> str | None:

@@ -40,12 +40,10 @@ class Provided:
         return self._counting or bool(self._firsts)
 
     def begin(self, window: Window, ages: Array, next_root: Window | None = None) -> None:
-        """Start a rollout.
+        """Start a rollout in ``window``, whose row 0 holds states and ``"is_init"``.
 
-        Args:
-            window: Its row 0 holds states and ``"is_init"``.
-            ages: Steps taken in each running episode; negative before it begins.
-            next_root: Receives root row ``T``, if another window does in this rollout.
+        ``ages``: Steps taken in each running episode; negative before it begins. ``next_root``
+        receives root row ``T``, if another window does in this rollout.
         """
         next_root = next_root or self._next_root
         if IS_INIT in self._firsts:

@@ -15,22 +15,15 @@ import numpy as np
 import torch
 
 from gleanrl.core.errors import EnvError, note
-from gleanrl.core.keys import (
-    DONE,
-    MASK,
-    POLICY_VERSION,
-    STEP_COUNT,
-    TRAJ_IDS,
-    Key,
-    next_key,
-)
-from gleanrl.core.layout import EnvLayout, Field, Layout
+from gleanrl.core.keys import DONE, MASK, POLICY_VERSION, STEP_COUNT, TRAJ_IDS, Key, next_key
+from gleanrl.core.layout import EnvLayout, Field
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.vector import NextStepPool
 from gleanrl.policies.random import RandomActions
+from gleanrl.rollout.delivered_fields import DeliveredFields
 from gleanrl.rollout.env_loop import EnvLoop
 from gleanrl.rollout.episode_tracker import Tracker
 from gleanrl.rollout.policy_inputs import Provided
@@ -152,26 +145,17 @@ class PoolLoop(EnvLoop):
     collecting, under_way, wait = BaseSource.collecting, BaseSource.under_way, BaseSource.wait
 
     def __init__(
-        self,
-        pool: NextStepPool,
-        first: Window,
-        policy: Policy,
-        options: SourceOptions,
+        self, pool: NextStepPool, first: Window, policy: Policy, options: SourceOptions
     ) -> None:
         """Learn the layout of ``pool``, whose one reset showed ``first``; see `EnvLoop`."""
-        super().__init__(pool, first, policy, options)
+        # Raw steps, of which some are no transitions, are followed by `ResetTracker`.
+        tracker = Tracker(pool.num_envs, options.max_frames_per_traj)
+        super().__init__(pool, first, policy, options, tracker)
         self._pool = pool
         self._resets = ResetTracker(pool, options.max_frames_per_traj, self._provided)
-        self._logged = logged_fields(
-            self._fields.layout, self._fields.root_fields, pool.layout, policy
-        )
-        _ = [field.numpy_dtype for field in self._logged[0]]  # missing ones are found now
+        self._logged = logged_fields(self._fields, pool.layout, policy)
         self._log: StepLog | None = None
         self._discarded = 0
-
-    def _make_tracker(self) -> Tracker:
-        # Raw steps, of which some are no transitions, are followed by `ResetTracker`.
-        return Tracker(self.num_envs, self.options.max_frames_per_traj)
 
     def collect(self, window: Window, steps: int, stop: Stop, random: bool) -> Report:
         policy = self._random if random else self._policy
@@ -194,8 +178,7 @@ class PoolLoop(EnvLoop):
     def _fill(self, policy: Policy, log: StepLog, steps: int, stop: Stop) -> tuple[int, int]:
         """Step until every environment has ``steps`` transitions, or some once stopped.
 
-        Returns:
-            Raw steps taken, and transitions every environment has.
+        Returns raw steps taken, and transitions every environment has.
         """
         taken, goal, follow = 0, steps, self._resets.begin(log)
         act, step = self._clock.begin(policy.act, self._pool.step)
@@ -262,14 +245,16 @@ class PoolLoop(EnvLoop):
 
 
 def logged_fields(
-    layout: Layout, root_fields: Sequence[Field], env: EnvLayout, policy: Policy
+    delivered: DeliveredFields, env: EnvLayout, policy: Policy
 ) -> tuple[list[Field], list[Key]]:
     """Return the fields of the log, and the root keys that give ``"next"`` from the next row."""
+    fields = delivered.layout.fields
     observed = {field.key for field in env.observations}
-    shifted = [key for key in observed if any(f.key == next_key(key) for f in layout.fields)]
+    shifted = [key for key in observed if any(f.key == next_key(key) for f in fields)]
     bulk = {TRAJ_IDS, MASK, STEP_COUNT, POLICY_VERSION}
     bulk |= {key for group in env.dones for key in group.keys()}
     bulk -= {*observed, *policy.provided}
     bulk |= {next_key(key) for key in (STEP_COUNT, POLICY_VERSION, *shifted)}
-    found = {f.key: f for f in (*root_fields, *layout.fields) if f.key not in bulk}
+    found = {f.key: f for f in (*delivered.root_fields, *fields) if f.key not in bulk}
+    _ = [field.numpy_dtype for field in found.values()]  # missing ones are found now
     return list(found.values()), shifted

@@ -37,11 +37,7 @@ class BaseSource:
     """Read by name, because without a layout no other attribute tells."""
 
     def __init__(
-        self,
-        envs: EnvRows | TensorDictHandle,
-        inner: Any,
-        user_policy: Any,
-        options: SourceOptions,
+        self, envs: EnvRows | TensorDictHandle, inner: Any, user_policy: Any, options: SourceOptions
     ) -> None:
         """Serve ``envs``, which are seeded, saved and closed.
 

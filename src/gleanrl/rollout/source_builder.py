@@ -25,12 +25,7 @@ from gleanrl.envs.row_env import EnvRows, RowEnv
 from gleanrl.envs.rows_or_tensordict import Made, make_env
 from gleanrl.envs.serial import rows_of
 from gleanrl.envs.specs import OneHot
-from gleanrl.envs.tensordict_envs import (
-    TensorDictHandle,
-    learn_layout,
-    needs_carrier,
-    spec_leaves,
-)
+from gleanrl.envs.tensordict_envs import TensorDictHandle, learn_layout, needs_carrier, spec_leaves
 from gleanrl.envs.torchrl_rows import TransformedRows
 from gleanrl.envs.vector import NextStepPool, VectorAdapter
 from gleanrl.policies.central_policy_calls import JointPolicy
@@ -132,21 +127,18 @@ class SourceBuilder:
         policy = self._policy(made, contract)
         if isinstance(policy, ProgramPolicy):
             written = [key for key in primed if next_key(key) in policy.signature.trace.outputs]
-            why = self._why_tensordicts(policy, layout) or _why_not_passed(made, layout, written)
+            unlike = _unlike(policy, layout) or policy.signature.why_no_rows
+            why = unlike or _why_not_passed(made, layout, written)
             if why:
                 return self._serve_tensordicts(handle, policy, why=why)
         first = Window.allocate(layout.observations, layout.num_envs, 1)
         made.reset(first)
         if isinstance(policy, ProgramPolicy) and not isinstance(handle.env, EnvBase):
             if made.drops_root:
-                policy.gets_back = [field.key for field in layout.actions]
+                policy.called.gets_back = [field.key for field in layout.actions]
             else:
                 made.on_partial_reset = policy.zero_memory
         return EnvLoop(made, first, policy, self.options)
-
-    def _why_tensordicts(self, policy: ProgramPolicy, layout: EnvLayout) -> str | None:
-        """Return why a TorchRL environment must be shown to ``policy`` as TensorDicts."""
-        return _unlike(policy, layout) or policy.signature.why_no_rows
 
     def _policy(self, env: EnvRows, contract: EnvContract) -> Policy:
         chosen, joint = complete_exploration(self._user_policy(), env.inner), self.options.policy

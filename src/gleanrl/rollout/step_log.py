@@ -40,21 +40,12 @@ class StepLog:
     """
 
     def __init__(
-        self,
-        fields: Sequence[Field],
-        shifted: Sequence[Key],
-        envs: int,
-        steps: int,
-        keep: int,
+        self, fields: Sequence[Field], shifted: Sequence[Key], envs: int, steps: int, keep: int
     ) -> None:
         """Reserve memory, which is touched only as far as it is used.
 
-        Args:
-            fields: The fields of the log.
-            shifted: Root keys whose ``"next"`` value is delivered from the root row that follows.
-            envs: Environments, ``P``.
-            steps: Steps of one rollout, ``T``.
-            keep: Raw steps that may be left over.
+        ``shifted``: Root keys whose ``"next"`` value is delivered from the root row that follows.
+        A rollout has ``steps`` steps, and ``keep`` raw steps may be left over.
         """
         # At worst every other step is a reset, beginning with the first.
         room = 2 * steps + 1
@@ -218,8 +209,7 @@ class StepLog:
     def trim(self) -> tuple[Array, int]:
         """Trim left-over steps to fit, at the cost of environments that are too far ahead.
 
-        Returns:
-            The environments whose left-over steps were all discarded, and how many steps that were.
+        Returns those whose left-over steps were all discarded, and how many steps that were.
         """
         last = self._keep + self._taken
         pending = self._pending[self._oldest_left : last]

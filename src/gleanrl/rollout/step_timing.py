@@ -35,16 +35,15 @@ class StepClock:
         act, _ = self.begin(act, complete)
         if self.seconds is None:
             return act, post, complete
-        seconds, begin = self.seconds, 0.0
+        seconds = self.seconds
 
         def posting(*args: Any) -> None:
-            nonlocal begin
-            begin = monotonic()
+            seconds[0] -= monotonic()
             post(*args)
 
         def completing(*args: Any) -> Any:
             result = complete(*args)
-            seconds[0] += monotonic() - begin
+            seconds[0] += monotonic()
             return result
 
         return act, posting, completing

@@ -17,15 +17,7 @@ from tensordict import TensorDictBase
 
 from gleanrl.core.episode_returns import mean_rewards
 from gleanrl.core.errors import EnvError, note
-from gleanrl.core.keys import (
-    IS_INIT,
-    NEXT,
-    TRUNCATED,
-    as_key,
-    format_key,
-    is_private,
-    next_key,
-)
+from gleanrl.core.keys import IS_INIT, NEXT, TRUNCATED, as_key, format_key, is_private, next_key
 from gleanrl.core.layout import EnvLayout, Layout
 from gleanrl.core.messages import Report
 from gleanrl.core.options import SourceOptions
@@ -38,12 +30,7 @@ from gleanrl.policies.policy import Actor
 from gleanrl.policies.probe import leaves
 from gleanrl.rollout.delivered_fields import DeliveredFields, check_options, end_groups
 from gleanrl.rollout.episode_tracker import Tracker
-from gleanrl.rollout.finished_steps import (
-    DECLARE_TRUNCATED,
-    StepRecorder,
-    expect,
-    shown_entries,
-)
+from gleanrl.rollout.finished_steps import DECLARE_TRUNCATED, StepRecorder, expect, shown_entries
 from gleanrl.rollout.source import BaseSource, explanation
 
 
@@ -135,7 +122,13 @@ class TensorDictLoop(BaseSource):
             taken = self._loop(act, step, steps, stop)
             if policy is not None:
                 policy.finish()
-            payload = self._finish(window, taken, steps)
+            payload = None
+            if recorder.steps is None:
+                assert window is not None
+                self._fields.complete_flags(window, self._handle.ends.keys, taken)
+                self._fields.finish(window, self.tracker, taken, self.policy_version)
+            else:
+                payload = self._assemble(recorder.steps, steps)
         return self._report(taken, self.policy_version, payload=payload)
 
     # -- one step --------------------------------------------------------------------------------
@@ -232,16 +225,6 @@ class TensorDictLoop(BaseSource):
 
     # -- a whole rollout -------------------------------------------------------------------------
 
-    def _finish(self, window: Window | None, taken: int, steps: int) -> TensorDictBase | None:
-        """Complete the window; or return the data that did not fit."""
-        recorder = self._recorder
-        if recorder.steps is not None:
-            return self._assemble(recorder.steps, steps)
-        assert window is not None
-        self._fields.complete_flags(window, self._handle.ends.keys, taken)
-        self._fields.finish(window, self.tracker, taken, self.policy_version)
-        return None
-
     def _assemble(self, taken: list[TensorDictBase], steps: int) -> TensorDictBase:
         """Stack the steps, and add the entries that are counted in bulk."""
         fields, valid = self._fields, len(taken)
@@ -252,7 +235,8 @@ class TensorDictLoop(BaseSource):
         # Each its own: lazy stacks set entries in what they hold.
         never = [taken[-1].apply(torch.zeros_like) for _ in range(valid, steps)]
         stack = stacked([*taken, *never], len(self._batch))
-        batch = time_named(self._delivered(stack), len(self._batch))
+        drop = [*self._hidden, *filter(is_private, leaves(stack))]
+        batch = time_named(stack.exclude(*drop) if drop else stack, len(self._batch))
         window = Window.allocate(fields.layout.fields, self.num_envs, steps)
         fields.begin(window, self._no_rows)
         there = leaves(batch)
@@ -261,7 +245,9 @@ class TensorDictLoop(BaseSource):
             rows = window.tensor(next_key(key))
             rows.copy_(batch.get(next_key(key)).reshape(rows.shape))
         fields.complete_flags(window, given, valid)
-        rewards = self._payload_rewards(taken)
+        found = [[step.get(key) for key in self._rewards] for step in taken]
+        # One per frame, ``[P, T]``; steps need not be alike.
+        rewards = np.stack([mean_rewards(own, self._batch).reshape(-1) for own in found], 1)
         fields.finish(window, self.tracker, valid, self.policy_version, rewards)
         flags = {*fields.flags, *map(next_key, fields.flags)}
         written = {*fields.bulk, *(flags - there)}
@@ -280,18 +266,6 @@ class TensorDictLoop(BaseSource):
             if not group.truncated and any(step.get(key, None) is not None for step in steps):
                 name = f"{self._handle.kind} returned {format_key(key)}"
                 raise EnvError(f"{name}. {DECLARE_TRUNCATED}")
-
-    def _payload_rewards(self, steps: list[TensorDictBase]) -> Array:
-        """Return one reward per frame, ``[P, T]``; steps need not be alike."""
-        found = []
-        for step in steps:
-            rewards = [step.get(key) for key in self._rewards]
-            found.append(mean_rewards(rewards, self._batch).reshape(-1))
-        return np.stack(found, 1)
-
-    def _delivered(self, batch: TensorDictBase) -> TensorDictBase:
-        drop = [*self._hidden, *(key for key in leaves(batch) if is_private(key))]
-        return batch.exclude(*drop) if drop else batch
 
     def _check_finite(self, step: TensorDictBase, t: int) -> None:
         def look(name: Any, value: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gleanrl.core.errors import ConfigError
 
@@ -25,9 +25,8 @@ def outward(name: str | None = None) -> str:
     The address of ``name`` (by default the host's name), unless it is a loopback address, as names
     often have on their own host; then the address of the interface of the default route.
     """
-    candidates = (_of_name(name or socket.gethostname()), _of_route())
-    for candidate in candidates:
-        if candidate is not None and not ipaddress.ip_address(candidate).is_loopback:
+    for candidate in _candidates(name or socket.gethostname()):
+        if not ipaddress.ip_address(candidate).is_loopback:
             with contextlib.suppress(OSError):  # it may be the one outside a translator
                 socket.create_server((candidate, 0)).close()
                 return candidate
@@ -37,20 +36,12 @@ def outward(name: str | None = None) -> str:
     )
 
 
-def _of_name(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return None
-
-
-def _of_route() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+def _candidates(name: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield socket.gethostbyname(name)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ELSEWHERE)
+        yield str(probe.getsockname()[0])
 
 
 def ports_to_try(wanted: int | str | None) -> Sequence[int]:

@@ -61,26 +61,22 @@ class CallSizes:
     """A rollout so many steps ahead of the slowest one waits for it."""
 
 
+@dataclass(eq=False, slots=True)
 class _Rollout:
     """A rollout under way."""
 
-    def __init__(
-        self,
-        worker: int,
-        source: InlineSource,
-        steps: Generator[JointAct | None, None, m.Rolled | m.Failed],
-        taken: int,
-        stop: Stop,
-    ) -> None:
-        self.worker, self.source, self._steps, self.stop = worker, source, steps, stop
-        self.taken = taken
-        """The steps that its environments took, in earlier rollouts as well."""
-        self.reply: m.Rolled | m.Failed | None = None
-        """The answer, once the rollout has ended."""
-        self.act: JointAct | None = None
-        """The act that is due."""
-        self.due_since = 0.0
-        """The moment at which it became due."""
+    worker: int
+    source: InlineSource
+    steps: Generator[JointAct | None, None, m.Rolled | m.Failed]
+    taken: int
+    """The steps that its environments took, in earlier rollouts as well."""
+    stop: Stop
+    reply: m.Rolled | m.Failed | None = None
+    """The answer, once the rollout has ended."""
+    act: JointAct | None = None
+    """The act that is due."""
+    due_since: float = 0.0
+    """The moment at which it became due."""
 
     def resume(self, error: Exception | None = None) -> None:
         """Continue until the policy has acted, or until its act is due; or raise ``error`` there.
@@ -88,14 +84,10 @@ class _Rollout:
         An act that was due has been carried out: then environments step.
         """
         try:
-            if error is not None:
-                self.act = self._steps.throw(error)
-            elif self.act is None:
-                self.act = next(self._steps)
-                if self.act is None:
-                    next(self._steps)
-            else:
-                self.act = next(self._steps)
+            acted = self.act is not None or error is not None
+            self.act = next(self.steps) if error is None else self.steps.throw(error)
+            if self.act is None and not acted:
+                next(self.steps)
         except StopIteration as end:
             self.act, self.reply = None, end.value
 
@@ -142,13 +134,9 @@ class JointBackend(InlineBackend):
 
     def _stop_some(self) -> None:
         """End rollouts after their step if all are to end, or if they will be discarded."""
-        ending = self._running if self.stop_byte[0] else self._discarding()
-        for worker in self._running.keys() & ending:
+        begin_anew = {w for w, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
+        for worker in self._running.keys() & (self._running if self.stop_byte[0] else begin_anew):
             self._running[worker].stop[0] = 1
-
-    def _discarding(self) -> set[int]:
-        """Return workers that have a command after which earlier rollouts are discarded."""
-        return {worker for worker, _, one in self._others if isinstance(one, m.Reset | m.Seed)}
 
     @property
     def _blocked(self) -> bool:

@@ -94,14 +94,10 @@ class Guest(NamedTuple):
 
 
 def admit(sock: socket.socket, secret: bytes, timeout_s: float, deadline: Deadline) -> Guest:
-    """Let a node in that has connected.
+    """Let a node in that has connected; ``sock`` stays the caller's.
 
-    Args:
-        sock: The connection; it stays the caller's.
-        secret: The secret that the node must know.
-        timeout_s: Told to the node: seconds without a sign of life after which either side takes
-            the other for gone.
-        deadline: The time by which the node must have authenticated.
+    The node is told ``timeout_s``: the seconds without a sign of life after which either side takes
+    the other for gone.
     """
     mine = secrets.token_bytes(_NONCE)
     _send(sock, _MAGIC + mine, deadline)

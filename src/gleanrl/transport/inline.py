@@ -10,13 +10,7 @@ import cloudpickle
 import torch
 
 from gleanrl.core import messages as m
-from gleanrl.core.errors import (
-    WORKER_NAME,
-    ClosedError,
-    CollectorTimeout,
-    GleanError,
-    name_worker,
-)
+from gleanrl.core.errors import WORKER_NAME, ClosedError, CollectorTimeout, GleanError, name_worker
 from gleanrl.core.protocols import InlineSource, SharedMemory, SourceFactory, Stop
 from gleanrl.transport.pickling import pickled
 from gleanrl.transport.worker_loop import OpenWindow, Worker

@@ -110,11 +110,7 @@ class RemoteBackend(ABC, Generic[P]):
         self._post(peer, ticket, command)
 
     def receive(self, timeout: float | None) -> m.Reply:
-        """Return the next reply of any worker; a rollout is in its window by then.
-
-        Raises:
-            WorkerDied: a worker is gone.
-        """
+        """Return the next reply of any worker, whose rollout is in its window by then."""
         if self._arrived and (frame := self._next()) is not None:
             return reply_in(frame, self.worker_name)
         deadline, wait = Deadline(timeout), 0.0 if self._looks_first else timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import pickle
 import re
 import sys
@@ -15,13 +16,13 @@ from typing import Any, cast
 import cloudpickle
 import torch
 from torch import nn
+from torch.multiprocessing import get_sharing_strategy
 
 from gleanrl.core.by_value import ByValue
 from gleanrl.core.errors import WORKER_NAME, ConfigError
 from gleanrl.core.protocols import Source, SourceFactory
 from gleanrl.envs.registrations import Registrations, registrations
-from gleanrl.memory.shared import check_memory
-from gleanrl.transport.shared_tensors import by_reference
+from gleanrl.memory.shared import FileAddress, check_memory
 
 _DEEPEST = 8
 _ANYWHERE = ("cpu", "meta")
@@ -109,8 +110,40 @@ class _Sharing(_Capturing):
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
         if type(obj) is torch.Tensor and id(obj) not in self._of_modules:
-            return by_reference(obj) or reduced
+            return _by_reference(obj) or reduced
         return reduced
+
+
+def _by_reference(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return a function, and arguments, that make ``tensor`` over the same memory in a worker.
+
+    ``None`` if it is not in shared memory that has a file descriptor (``share_memory_()``), or if
+    it is more than memory: a leaf with gradients, quantized, nested or conjugate. This process has
+    to keep the tensor until the worker has called the function.
+    """
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_nested:
+        return None
+    more = tensor.requires_grad, tensor.is_quantized, tensor.is_conj(), tensor.is_neg()
+    if any(more) or not tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
+        return None
+    if get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]  # torch's
+        return None
+    file, nbytes = tensor.untyped_storage()._share_fd_cpu_()
+    if file < 0:  # a mapped file
+        return None
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _mapped, (FileAddress.of(file), nbytes, tensor.dtype, *place)
+
+
+def _mapped(address: FileAddress, nbytes: int, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+    """Return a tensor over the memory of the file at ``address``: its offset, shape and strides."""
+    own = address.open()
+    try:
+        make: Any = torch.UntypedStorage
+        storage = make._new_shared_fd_cpu(own, nbytes)  # as torch.multiprocessing does
+    finally:
+        os.close(own)
+    return torch.empty(0, dtype=dtype).set_(storage, *place)
 
 
 def pickled_each(
@@ -161,16 +194,13 @@ def dumps(value: Any, pickler: type[_Pickler] = _Pickler) -> bytes:
     return buffer.getvalue()
 
 
-_dump = functools.partial(dumps, pickler=_Capturing)
-
-
 def _culprit(value: Any, error: Exception) -> tuple[str, Exception]:
     """Find the innermost part that cannot be pickled."""
     path = ""
     for _ in range(_DEEPEST):
         for name, part in _parts(value):
             try:
-                _dump(part)
+                dumps(part, _Capturing)
             except Exception as err:
                 path, value, error = path + name, part, err
                 break

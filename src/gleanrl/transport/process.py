@@ -27,7 +27,7 @@ from gleanrl.transport.peer import ChannelBackend, ChannelPeer
 from gleanrl.transport.pickling import pickled_each
 from gleanrl.transport.worker_loop import Boot, Surroundings, refuse_at_import
 from gleanrl.transport.zygote import Zygote, exit_text
-from gleanrl.weights.published_buffers import SharedWeightPublisher, reserve_shared
+from gleanrl.weights.published_buffers import SharedWeightPublisher
 
 _WORKER_EXIT_S = 0.5
 """Seconds after which a worker that was told to end is killed."""
@@ -123,7 +123,7 @@ class ProcessBackend(ChannelBackend[ChannelPeer]):
     def weight_publisher(self, weights: Mapping[str, torch.Tensor]) -> SharedWeightPublisher:
         nbytes = 3 * sum(tensor.nbytes for tensor in weights.values())
         check_memory(nbytes, "three copies of a model's weights", "use a smaller model")
-        return SharedWeightPublisher(self._control, reserve_shared(self._control, weights))
+        return SharedWeightPublisher(self._control, weights)
 
     def start(self, factories: Sequence[SourceFactory]) -> None:
         waiting = deque(pickled_each(factories, self.worker_name))

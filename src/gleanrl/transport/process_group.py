@@ -71,12 +71,7 @@ class ProcessGroups:
     """The `DataPlane` of one process group for every node."""
 
     def __init__(self, kind: str = "gloo", timeout_s: float = 60.0) -> None:
-        """Make none yet.
-
-        Args:
-            kind: ``"gloo"``, ``"nccl"`` or ``"ucc"``.
-            timeout_s: Seconds that the learner waits for one transfer.
-        """
+        """Make none yet; the learner is to wait for one transfer ``timeout_s`` seconds."""
         available, problem = _NEEDS[check_word("backend", kind, KINDS)]
         if not available():
             raise ConfigError(f"backend={kind!r}: {problem}")

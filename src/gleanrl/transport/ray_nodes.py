@@ -124,12 +124,7 @@ class RayActors:
     def __init__(
         self, init: Mapping[str, Any] | None = None, options: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Connect to Ray, or start it here if this process is not connected to any.
-
-        Args:
-            init: Arguments of `ray.init`, if the collector calls it.
-            options: Per node, options of its actor (``num_cpus``, ``num_gpus``, …).
-        """
+        """Connect to Ray, or start it by ``init``; ``options`` are those of each actor."""
         self.ray, self._options, self._owner = require_ray(), options, os.getpid()
         self._actors: dict[int, tuple[Any, Any]] = {}
         """By node, its actor and the result of `RayNode.serve` to come."""

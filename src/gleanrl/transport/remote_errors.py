@@ -92,9 +92,9 @@ def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 def _both(kind: type[BaseException]) -> type[BaseException]:
     if issubclass(kind, WorkerError):
         return kind
-    body = {"__str__": _text, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {
+        "__str__": lambda self: str(vars(self)["_text"]),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     return type(kind.__name__, (WorkerError, kind), body)
-
-
-def _text(self: BaseException) -> str:
-    return str(vars(self)["_text"])

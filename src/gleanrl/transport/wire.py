@@ -178,11 +178,7 @@ def reply_in(frame: bytes, worker_name: str = WORKER_NAME) -> m.Reply:
 
 
 def check_reply(frame: bytes, worker: int) -> None:
-    """Check that ``frame`` is a reply of ``worker``, as far as that shows without a pickle.
-
-    Raises:
-        ForgedFrameError: it is not.
-    """
+    """Refuse a ``frame`` that is no reply of ``worker``, as far as that shows unpickled."""
     least = _ROLLED.size if frame[:1] == _R else _HEAD.size
     if frame[:1] not in (_R, _P) or len(frame) < least or head_of(frame)[1] != worker:
         raise ForgedFrameError(f"a message of {len(frame)} bytes is no reply of worker {worker}")

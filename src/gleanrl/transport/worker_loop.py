@@ -206,38 +206,23 @@ class Worker:
                 return source.close()
 
 
-class CommandQueue:
-    """Commands in the order they are carried out: rollouts not begun yet come last."""
+class Inbox:
+    """Commands in the order they are carried out, by one thread: rollouts not begun come last."""
 
     def __init__(self) -> None:
         self._collects: deque[tuple[int, Received]] = deque()
         self._others: deque[tuple[int, Received]] = deque()
+        self._arrived = threading.Condition()
 
     def __bool__(self) -> bool:
         """Return whether there is anything to do."""
         return bool(self._others or self._collects)
 
     def put(self, ticket: int, command: Received) -> None:
-        """Queue ``command``."""
-        queue = self._collects if isinstance(command, m.Collect) else self._others
-        queue.append((ticket, command))
-
-    def pop(self) -> tuple[int, Received]:
-        """Return the next command and its ticket."""
-        return (self._others or self._collects).popleft()
-
-
-class Inbox(CommandQueue):
-    """Commands that come in from any thread, for one thread to carry out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._arrived = threading.Condition()
-
-    def put(self, ticket: int, command: Received) -> None:
         """Queue ``command``; safe in any thread."""
         with self._arrived:
-            super().put(ticket, command)
+            queue = self._collects if isinstance(command, m.Collect) else self._others
+            queue.append((ticket, command))
             self._arrived.notify()
 
     def next(self) -> tuple[int, Received]:
@@ -245,7 +230,7 @@ class Inbox(CommandQueue):
         with self._arrived:
             while not self:
                 self._arrived.wait()
-            return self.pop()
+            return (self._others or self._collects).popleft()
 
 
 class Endpoint(Protocol):
@@ -320,11 +305,7 @@ class Boot:
 
 
 def refuse_at_import() -> None:
-    """Refuse to start workers in a worker that imports a module: these would import it in turn.
-
-    Raises:
-        ConfigError: an import is under way in this process, which is a worker.
-    """
+    """Refuse to start workers while a worker imports a module: these would import it in turn."""
     frame = sys._getframe() if _is_worker else None
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING and frame.f_code.co_name == "_find_and_load":
@@ -385,7 +366,7 @@ class ProcessEndpoint:
         self.stop: Stop = memoryview(control.map())
         self.weights: WeightReceiver | None = SharedWeightReceiver(control)
         self._reader = CommandReader(worker)
-        self._queue = CommandQueue()
+        self._queue = Inbox()
         self._windows: dict[int, Window] = {}
 
     def next(self) -> tuple[int, Received]:
@@ -393,7 +374,7 @@ class ProcessEndpoint:
             self._take_in(self._channel.read())
         while not self._queue:
             self._take_in(self._channel.wait())
-        return self._queue.pop()
+        return self._queue.next()
 
     def _take_in(self, frames: list[bytes]) -> None:
         for frame in frames:

@@ -103,9 +103,6 @@ class Zygote:
         """Fork a worker that gets copies of ``fds``; return its process id.
 
         A `WORKER` serves this process over its first descriptor, a `NODE` reads there where to go.
-
-        Raises:
-            CollectorTimeout: the zygote did not answer in time.
         """
         deadline = Deadline(timeout)
         with self._lock:

@@ -106,7 +106,9 @@ class History:
         ]
         if rows:
             parts.append(Table("Losses", ("when", "worker", "why"), rows))
-        return Page(title, _state(stats), _figures(stats, seconds[-1]), facts, parts)
+        states = (word for word in ("failed", "completed", "closed") if stats.get(word))
+        figures = _figures(stats, seconds[-1])
+        return Page(title, next(states, "collecting"), figures, facts, parts)
 
 
 def _shares(stats: Stats) -> list[tuple[str, list[float]]]:
@@ -117,13 +119,6 @@ def _shares(stats: Stats) -> list[tuple[str, list[float]]]:
         if np.isfinite(parts).all():
             rows.append((name, parts))
     return rows[-1:] if len(rows) == 2 else rows
-
-
-def _state(stats: Stats) -> str:
-    for word in ("failed", "completed", "closed"):
-        if stats.get(word):
-            return word
-    return "collecting"
 
 
 def _figures(stats: Stats, seconds: float) -> Lines:

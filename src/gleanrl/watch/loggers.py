@@ -9,7 +9,6 @@ import csv
 import math
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -252,9 +251,7 @@ class Loggers:
             if logger in self.active:
                 self.active.remove(logger)
             frames = "".join(traceback.format_exception(err))
-            warnings.warn(
+            warn(
                 f"{logger!r:.80} is not called any more, it raised {type(err).__name__}; "
-                f"collection continues\n{frames}",
-                UserWarning,
-                stacklevel=2,
+                f"collection continues\n{frames}"
             )

@@ -75,16 +75,6 @@ class _Totals:
         self.seconds: Sequence[float] = (0.0,) * (len(SHARES) + 1)
         self.sums = EpisodeSums()
 
-    def add_rollouts(
-        self, seconds: Sequence[_Seconds], ended: Sequence[Ended]
-    ) -> tuple[Array, list[int]]:
-        """Add up rollouts; return the episodes that ended, and how many in each."""
-        self.seconds = list(map(sum, zip(self.seconds, *seconds, strict=True)))
-        episodes, counts = self.sums.add(ended)
-        if len(episodes):
-            self.episodes.add(episodes)
-        return episodes, counts
-
 
 class Measures:
     """The sums of a collector's workers. Any thread may read while another adds."""
@@ -170,8 +160,10 @@ class Measures:
             if not own:
                 continue
             seconds, ended, until = zip(*own, strict=True)
-            episodes, counts = worker.add_rollouts(seconds, ended)
+            worker.seconds = list(map(sum, zip(worker.seconds, *seconds, strict=True)))
+            episodes, counts = worker.sums.add(ended)
             if len(episodes):
+                worker.episodes.add(episodes)
                 rows.append(np.column_stack((np.repeat(until, counts), episodes)))
         if rows:
             each = rows[0]

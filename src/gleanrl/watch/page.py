@@ -93,13 +93,9 @@ class Page:
 
 
 def episode_plots(frames: Array, returns: Array, lengths: Array, every: int = 1) -> list[Plot]:
-    """Return plots of episodes.
+    """Return plots of the frames when episodes ended, of their returns and their lengths, ``[N]``.
 
-    Args:
-        frames: The number of frames that had been collected when each ended, ``[N]``.
-        returns: ``[N]``.
-        lengths: Steps, ``[N]``.
-        every: Of how many episodes each is one.
+    Each is one of ``every`` episodes.
     """
     good = np.isfinite(returns)
     frames, returns, lengths = frames[good], returns[good], lengths[good]

@@ -11,12 +11,12 @@ import contextlib
 import json
 import os
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 
 from gleanrl.core.messages import Report
+from gleanrl.core.options import warn
 
 _FLUSH_S = 1.0
 """Seconds between two times at which events are handed to the operating system."""
@@ -42,6 +42,7 @@ class Timeline:
         self._ended = [self._began] * len(workers)
         """Per worker, the end of its last event in the trace."""
         self._shifts: dict[int, float] = {}
+        """Per worker, the offset of its times to the learner's clock."""
         self._pid = os.getpid()
         self._file.write("[\n" + self._meta("process_name", 0, {"name": title}))
         for tid, name in enumerate(["learner", *workers]):
@@ -74,7 +75,7 @@ class Timeline:
             except OSError as err:
                 with contextlib.suppress(OSError):
                     self._file.close()
-                warnings.warn(f"the timeline ends here: {err}", UserWarning, stacklevel=3)
+                warn(f"the timeline ends here: {err}")
 
     def gathered(self, reports: Mapping[int, Report], version: int, requested: float) -> None:
         """Add a batch; arguments as in `Watching.gathered`."""
@@ -93,7 +94,8 @@ class Timeline:
 
     def _rollout(self, worker: int, report: Report, now: float) -> list[str]:
         tid = worker + 1
-        shift = self._shift(worker, report.times[2], now)
+        same = now - _FAR_S < report.times[2] <= now
+        shift = self._shifts.setdefault(worker, 0.0 if same else now - report.times[2])
         taken, begin, end = (at + shift for at in report.times)
         env_s, policy_s, _, wait_s, _ = report.seconds
         before, self._ended[worker] = self._ended[worker], end
@@ -107,13 +109,6 @@ class Timeline:
             self._slice(tid, "environment", begin, middle),
             self._slice(tid, "policy", middle, min(middle + policy_s, end)),
         ]
-
-    def _shift(self, worker: int, ended_at: float, now: float) -> float:
-        """Return the offset of times of ``worker`` to the learner's clock."""
-        if worker not in self._shifts:
-            same = now - _FAR_S < ended_at <= now
-            self._shifts[worker] = 0.0 if same else now - ended_at
-        return self._shifts[worker]
 
     def published(self, requested: float, version: int) -> None:
         """Add an update of weights that began at its request (``requested``)."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from gleanrl.engine.engine import Engine
-from gleanrl.engine.frame_counts import FrameCounts
-from gleanrl.engine.gather import Rollouts
+from gleanrl.engine.gather import FrameCounts, Rollouts
 from gleanrl.watch.loggers import Loggers, Stats
 from gleanrl.watch.measures import Measures
 from gleanrl.watch.page import save

@@ -84,12 +84,9 @@ def cloned(weights: Mapping[str, Any]) -> Weights:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copy ``weights`` into ``module`` in place.
+    """Copy ``weights`` into ``module`` in place; if they do not fit, it is unchanged.
 
     Buffers may be missing (a `TensorDict` of parameters has none), parameters may not.
-
-    Raises:
-        WeightsError: names, shapes or values that do not fit; the module is unchanged.
     """
     check_weights(module, weights)
     targets = _targets(module)

@@ -82,12 +82,6 @@ class FlatBuffer:
         return Snapshot(self.words[_VERSION], {model_id: self._views}, self.words[_SERIAL])
 
 
-def reserve_shared(memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> WeightsRef:
-    """Reserve the memory of a `SharedWeightPublisher` of tensors like ``weights``."""
-    ref = planned(weights)
-    return replace(ref, offset=memory.reserve(_ALIGN + _BUFFERS * ref.nbytes))
-
-
 def _mapped(memory: SharedMemory, ref: WeightsRef) -> tuple[memoryview, list[FlatBuffer]]:
     whole = np.frombuffer(memory.map(), np.uint8)
     first = ref.offset + _ALIGN
@@ -99,10 +93,11 @@ def _mapped(memory: SharedMemory, ref: WeightsRef) -> tuple[memoryview, list[Fla
 class SharedWeightPublisher:
     """The publisher's side."""
 
-    def __init__(self, memory: SharedMemory, ref: WeightsRef) -> None:
-        """Map the memory of `reserve_shared`; nothing is published yet."""
-        self.ref = ref
-        self._count, self._buffers = _mapped(memory, ref)
+    def __init__(self, memory: SharedMemory, weights: Mapping[str, torch.Tensor]) -> None:
+        """Reserve memory for tensors like ``weights``; nothing is published yet."""
+        ref = planned(weights)
+        self.ref = replace(ref, offset=memory.reserve(_ALIGN + _BUFFERS * ref.nbytes))
+        self._count, self._buffers = _mapped(memory, self.ref)
         self._known: Sequence[torch.Tensor] = ()
         self._values: list[memoryview] | None = None
 

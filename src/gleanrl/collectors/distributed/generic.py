@@ -27,7 +27,7 @@ from gleanrl.collectors.weight_update import DistributedWeightUpdater
 from gleanrl.collectors.worker_plan import WorkerPlan, deal, env_functions
 from gleanrl.core.errors import ConfigError
 from gleanrl.transport.addresses import TCP_PORT, ports_to_try
-from gleanrl.transport.launchers import check_replaces, make_launcher, serve_elsewhere
+from gleanrl.transport.launchers import check_replaces, make_launcher, serve_as_rank
 from gleanrl.transport.network import NetworkBackend
 from gleanrl.transport.process_group import ProcessGroups
 
@@ -88,7 +88,8 @@ class DistributedCollector(BaseCollector):
                 arguments["max_weight_update_interval"] = None  # no weights to send by itself
         if arguments["on_failure"] == "relaunch":
             check_replaces(arguments["launcher"])
-        serve_elsewhere(arguments["launcher"], arguments["start_timeout"])
+        if arguments["launcher"] == "torchrun":
+            serve_as_rank(arguments["start_timeout"])  # does not return in ranks that are nodes
         functions = env_functions(create_env_fn, None, default=1)
         plan = plan_nodes(arguments, functions)
         heartbeat = arguments["heartbeat"]
@@ -152,12 +153,7 @@ _USUAL = {**defaults(DistributedArguments), **defaults(RayArguments)}
 
 
 def plan_nodes(arguments: Arguments, functions: Sequence[Any]) -> WorkerPlan:
-    """Return the launch of a collector over nodes or actors.
-
-    Args:
-        arguments: All arguments.
-        functions: The environments of each node.
-    """
+    """Return the plan of a collector over nodes or actors, each with environments of its own."""
     kind, each = _read_class(arguments["collector_class"]), arguments["num_workers_per_collector"]
     if kind is Collector and each > 1:
         raise ConfigError(

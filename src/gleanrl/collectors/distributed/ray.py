@@ -132,16 +132,14 @@ class RayCollector(BaseCollector):
             )
         if policy is not None and policy is not self.collection.plan.policy:
             raise ConfigError("add_collectors: all actors run the collector's own policy")
-        new, before = (
-            env_functions_of(create_env_fn, num_envs),
-            list(self.collection.plan.functions),
-        )
-        hooks = {
+        before, new = self.collection.plan.functions, env_functions_of(create_env_fn, num_envs)
+        arguments: dict[str, Any] = {
+            **self._arguments,
+            "create_env_fn": [*before, *new],
             "pre_collect_hook": self.pre_collect_hook,
             "post_collect_hook": self.post_collect_hook,
+            "weight_updater": self.weight_updater,
         }
-        own = {"weight_updater": self.weight_updater, "create_env_fn": [*before, *new]}
-        arguments: dict[str, Any] = {**self._arguments, **hooks, **own}
         for name, added in (
             ("collector_kwargs", collector_kwargs),
             ("remote_configs", remote_configs),

@@ -18,8 +18,8 @@ from gleanrl.envs.factory import EnvFactory, build, closed_on_error
 from gleanrl.envs.gymnasium import GymnasiumEnv
 from gleanrl.envs.row_env import RowEnv
 from gleanrl.envs.tensordict_envs import is_tensordict_env
-from gleanrl.envs.unmodified import remembered
 from gleanrl.envs.vector import is_vector_env
+from gleanrl.operations.proofs import remembered
 
 
 @remembered
@@ -123,13 +123,7 @@ def _make(given: Any, kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
 def make_tensordict_env(
     factory: EnvFactory, kwargs: Mapping[str, Any], storing: GymOptions | None = None
 ) -> Any:
-    """Make one environment with TensorDict methods; wrap Gymnasium environments.
-
-    Args:
-        factory: An id or a callable.
-        kwargs: The arguments of the callable.
-        storing: How the data of a Gymnasium environment are stored.
-    """
+    """Make one environment with TensorDict methods; wrap Gymnasium's, and store data so."""
     made, storing = build(factory, kwargs), storing or GymOptions()
     if is_vector_env(made):
         raise ConfigError(
@@ -173,11 +167,7 @@ class Pixels(gym.ObservationWrapper[Any, Any, Any]):
     """Shows rendered images as ``"pixels"``, alone or together with the observation."""
 
     def __init__(self, env: gym.Env[Any, Any], only: bool = True) -> None:
-        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode.
-
-        Raises:
-            ConfigError: the environment does not render arrays.
-        """
+        """Reset ``env`` to learn the size of a picture; the first `reset` returns that episode."""
         super().__init__(env)
         self._only = only
         self._first: tuple[Any, dict[str, Any]] | None = env.reset()

@@ -28,7 +28,7 @@ from gleanrl.envs.row_env import EnvRows, RowEnv, refuse_seed
 from gleanrl.envs.spaces import Actions, leaf_field, observation_leaves, space_spec
 from gleanrl.envs.specs import Binary, Categorical, Unbounded
 from gleanrl.envs.state_kinds import Node
-from gleanrl.envs.unmodified import remembered
+from gleanrl.operations.proofs import remembered
 
 ALIVE: Key = ("mask",)
 ALLOWED: Key = ("action_mask",)
@@ -394,11 +394,7 @@ class _Agents:
     """One group of every game: agents with the same observation and action spaces."""
 
     def __init__(
-        self,
-        name: str,
-        agents: Sequence[str],
-        games: Sequence[_Game],
-        options: _Options,
+        self, name: str, agents: Sequence[str], games: Sequence[_Game], options: _Options
     ) -> None:
         """Read the spaces of ``agents``; ``games`` were reset."""
         self.name, self.agents = name, tuple(agents)
@@ -409,7 +405,7 @@ class _Agents:
         spaces_of = {leaf.key: leaf for leaf in observation_leaves(observed)}
         mask = spaces_of.pop(ALLOWED, None)
         found = [(leaf, leaf_field(leaf)) for leaf in spaces_of.values()]
-        self._readers = [(field, LeafWriter(leaf, field, casts=True).read) for leaf, field in found]
+        self._readers = [(field, LeafWriter(leaf, field, casts="f").read) for leaf, field in found]
         for agent in set(agents) & set(first):
             for _, read in self._readers:
                 read(f"agent {agent!r}", (first[agent],))

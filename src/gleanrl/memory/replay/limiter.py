@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 from gleanrl.core.errors import CollectorTimeout, ConfigError
-from gleanrl.core.options import check_int
+from gleanrl.core.options import check_int, warn
 from gleanrl.memory.replay.storages import Storage
 
 _COUNTING, _ORIGIN, _SAMPLES = range(3)
@@ -148,12 +147,10 @@ class RateLimiter:
         self._waiting = None
         with storage.ring.section():
             self.restart(storage)
-        warnings.warn(
+        warn(
             f"nothing was sampled for {self.timeout} s while the collector waited for the learner "
             f"(min_samples_per_insert={self.min_samples_per_insert}): it continues until the next "
-            "sample",
-            UserWarning,
-            stacklevel=2,
+            "sample"
         )
         return True
 

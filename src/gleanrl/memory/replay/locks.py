@@ -131,7 +131,9 @@ class ProcessLock(ThreadLock):
             now = time.monotonic()
             if now < look:
                 continue
-            holder = _lock_holder(self.fd)
+            # The process inside, or the next one; `None` if it is unknown.
+            found = (_is_held(self.fd, each) for each in (_MAIN, _NEXT))
+            holder = next((pid for held, pid in found if held and pid > 0), None)
             used = holder, _processor_time(holder)
             if used != progress:
                 progress, deadline = used, now + self.timeout / 2
@@ -159,12 +161,6 @@ def _lock_of(address: FileAddress) -> ProcessLock:
     with _opening:
         known = _process_locks.get(address.identity)
         return ProcessLock(address.open()) if known is None else known
-
-
-def _lock_holder(fd: int) -> int | None:
-    """Return the process inside, or the next one; ``None`` if it is unknown."""
-    found = (_is_held(fd, byte) for byte in (_MAIN, _NEXT))
-    return next((pid for held, pid in found if held and pid > 0), None)
 
 
 def _is_held(fd: int, byte: int) -> tuple[bool, int]:

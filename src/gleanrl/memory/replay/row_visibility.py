@@ -182,14 +182,9 @@ class RingIndex:
     def append(self, rows: int, counted: int) -> Iterator[int]:
         """Replace the oldest ``rows`` rows (at most `slots`), which a ``with`` block writes.
 
-        They become visible when the block ends. After an exception they hold nothing.
-
-        Args:
-            rows: Rows to write.
-            counted: By how much `count` grows.
-
-        Yields:
-            The position of the first row; its place is ``first % slots``.
+        They become visible when the block ends, and `count` grows by ``counted``. After an
+        exception they hold nothing. The block gets the position of the first row; its place is
+        ``first % slots``.
         """
         with self.section():
             h, first = self._h, int(self._h[_CURSOR])
@@ -236,10 +231,7 @@ class RingIndex:
         """Return the current version, and the slots that may have changed since another one.
 
         Positions are given out in order: the slots that change are those being written and those
-        that follow; the slot behind these is among them.
-
-        Returns:
-            ``None`` for slots if all may have changed.
+        that follow; the slot behind these is among them. ``None`` stands for all slots.
         """
         h = self._h
         # Writers store these words in the opposite order, so no lock is needed.
@@ -311,11 +303,6 @@ class RingIndex:
             self._h[_CURSOR] = first + len(places)
             self._h[_LIVE] += fresh
             self._h[_EPOCH] += 1
-
-    def add_count(self, rows: int) -> None:
-        """Count rows that were received and not stored."""
-        with self.section():
-            self._h[_COUNT] += rows
 
     def _begin(self, op: int, cursor: int, count: int) -> None:
         """Note a change of the index before it is made; inside `section`."""

@@ -99,7 +99,7 @@ class TensorDictMaxValueWriter(Writer):
             picked = indexable(value.detach()).index_select(0, chosen).to(tensor.device)
             indexable(tensor).index_copy_(0, places.to(tensor.device), picked)
         ring.mark(free)
-        ring.add_count(len(taken))
+        ring.count += len(taken)
         where = torch.full((count,), -1)
         where[chosen] = places
         return where

@@ -14,9 +14,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import END_FLAGS, Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field, Group
-from gleanrl.memory.replay.place_allocation import TakeRoom
 from gleanrl.memory.replay.row_visibility import RingIndex
-from gleanrl.memory.replay.stacks import FrameStore, Stack, stacks_of
+from gleanrl.memory.replay.stacks import FrameStore, Stack, TakeRoom, stacks_of
 from gleanrl.memory.tensor_files import checked_field, dtype_name, dtype_named
 from gleanrl.memory.tensordicts import build, groups_of, nest
 
@@ -80,18 +79,14 @@ class RowLayout:
 
     def to_json(self) -> bytes:
         """Describe the layout."""
-        fields = [[list(f.key), list(f.shape), dtype_name(f.dtype)] for f in self.fields]
-        layout: dict[str, Any] = {
-            "fields": fields,
-            "element": list(self.element),
+        layout = {
+            "fields": [(f.key, f.shape, dtype_name(f.dtype)) for f in self.fields],
+            "element": self.element,
             "envs": self.envs,
+            "once": self.once,
+            "groups": [(g.key, g.shape, g.names) for g in self.groups],
+            "stacks": [(s.key, s.size) for s in self.stacks if s.size > 1],
         }
-        if self.once:
-            layout["once"] = [list(key) for key in self.once]
-        if self.groups:
-            layout["groups"] = [[list(g.key), list(g.shape), list(g.names)] for g in self.groups]
-        if self.stacks:
-            layout["stacks"] = [[list(s.key), s.size] for s in self.stacks if s.size > 1]
         return json.dumps(layout).encode()
 
     @classmethod
@@ -332,11 +327,7 @@ def deduplicate(
 ) -> RowLayout:
     """Return ``layout`` with the entries of which equal ones, or equal frames, are stored once.
 
-    Args:
-        layout: The fields of a row.
-        compact: ``False``, ``True`` for every entry that is larger than the pointers that replace
-            it, or root keys.
-        stacks: Entries that are stacks of frames, with the number of frames.
+    The arguments ``compact`` and ``stacks`` are those of `LazyTensorStorage`.
     """
     chosen = stacks_of(layout.fields, stacks)
     if chosen and layout.element:

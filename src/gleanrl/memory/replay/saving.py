@@ -42,21 +42,12 @@ FOLDER = re.compile(r"data-[0-9a-f]{32}")
 def write(
     path: str | os.PathLike[str], storage: Storage, sampling: Callable[[], dict[str, Any]]
 ) -> None:
-    """Write a buffer to the directory ``path``.
+    """Write a buffer to the directory ``path``, which is made if it is not there.
 
     A dump is a folder of files, and a description that names the folder. The folder of an earlier
     call stays valid until this one is complete and on the disk; then it is removed, like the
-    folders of processes that ended while they wrote. Several processes write one after another.
-
-    Args:
-        path: The directory; made if it is not there.
-        storage: The rows.
-        sampling: Returns the states of sampler and generator; called after rows were written.
-
-    Raises:
-        ConfigError: the storage is a list of objects, or ``path`` cannot be made or has a
-            ``meta.json`` of another program.
-        OSError: the disk is full; the dump of an earlier call stays.
+    folders of processes that ended while they wrote. Several processes write one after another. The
+    states of sampler and generator, which ``sampling`` returns, are taken after rows were written.
     """
     if not isinstance(storage, LazyTensorStorage):
         raise ConfigError("ListStorage holds any object, and files hold tensors: use state_dict()")
@@ -180,11 +171,7 @@ def _loaded(value: Any, folder: Path) -> Any:
 def _check(
     storage: Mapping[str, Any], sampler: Mapping[str, Any], generator: torch.Tensor | None
 ) -> None:
-    """Check that no part of a state from files contradicts another one.
-
-    Raises:
-        ConfigError: one does. Other errors mean the same.
-    """
+    """Raise any error if parts of a state from files contradict each other."""
     if generator is not None:
         torch.Generator().set_state(generator)
     if storage["layout"] is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,13 +14,18 @@ import torch
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import Key, NestedKey, as_key, format_key, next_key
 from gleanrl.core.layout import Field
-from gleanrl.memory.replay.place_allocation import Places, TakeRoom
 from gleanrl.memory.replay.row_visibility import STEP, TABLES, RingIndex, Words
 
 _AT_ONCE = 1 << 20
 """Bytes of frames that are looked for together: they stay in a cache."""
 _REMEMBERED = 1 << 15
 """Frames among which equal ones are looked for, the newest."""
+TakeRoom: TypeAlias = Callable[[Sequence[torch.Tensor]], None]
+"""Reserves the memory of tensors before they are written."""
+_CHUNK = 1024
+"""Places that are checked together."""
+_SHARE = 64
+"""When no place is free, this fraction (a divisor) of all places is added."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,6 @@ def stacks_of(
     """Return the entries that ``stacks`` names, with the number of their frames.
 
     Those of ``once``, which have the same entries under next, are one frame each.
-
-    Raises:
-        ConfigError: an entry is not there, or is no stack.
     """
     if (number := len(stacks) + len(once)) > TABLES:
         raise ConfigError(
@@ -127,6 +129,78 @@ def words(values: torch.Tensor) -> Any:
     if flat.shape[-1] % 8 == 0:
         flat = (flat.clone() if flat.storage_offset() % 8 else flat).view(torch.int64)
     return flat.numpy()
+
+
+class Places:
+    """Gives out places of one table, each to a row, its owner.
+
+    A place is free when its owner was overwritten. All methods are for use inside `section`. A few
+    places are there from the beginning; more are taken into use when none is free.
+    """
+
+    def __init__(
+        self,
+        table: int,
+        ring: RingIndex,
+        owners: Words,
+        first: int,
+        tensors: Sequence[torch.Tensor],
+        take_room: TakeRoom,
+    ) -> None:
+        """Describe table number ``table`` of ``ring``.
+
+        ``owners`` has for each place that there can ever be the position of its owner plus 1, or 0.
+        The ``first`` places are there from the beginning. ``take_room`` reserves memory of
+        ``tensors``, the contents of places.
+        """
+        self.owners = owners
+        self._ring = ring
+        self._words = ring.table(table)
+        self._first = first
+        self._tensors = tensors
+        self._take_room = take_room
+
+    @property
+    def size(self) -> int:
+        """Places that were ever in use, and those that were there from the beginning."""
+        return self._first + int(self._words[0])
+
+    def grow(self, size: int) -> None:
+        """Have at least ``size`` places, taken or not."""
+        if size > self.size:
+            self._take_room([tensor[self.size : size] for tensor in self._tensors])
+            self.owners[self.size : size] = 0
+            self._words[0] = size - self._first
+
+    def claim(self, need: int) -> Words:
+        """Return ``need`` free places; the caller writes their owners."""
+        found = self._free(need)
+        if len(found) < need:
+            first, missing = self.size, need - len(found)
+            self.grow(min(len(self.owners), first + max(missing, first // _SHARE)))
+            found = np.concatenate([found, np.arange(first, first + missing)])
+        if need:
+            self._words[1] = int(found[-1]) + 1
+        return found
+
+    def taken(self, places: Words) -> Any:
+        """Tell which places have an owner that is complete, or being written."""
+        owners = self.owners[places]
+        numbers = np.abs(self._ring.sequence[(owners - 1) % self._ring.slots])
+        return (owners > 0) & (numbers // STEP == owners)
+
+    def _free(self, need: int) -> Words:
+        """Look for free places from where the last ones were given out, oldest first."""
+        size, first = self.size, int(self._words[1])
+        parts, have = [np.empty(0, np.int64)], 0
+        for begin, end in ((first, size), (0, min(first, size))):
+            for start in range(begin, end, max(_CHUNK, need)):
+                if have >= need:
+                    break
+                stop = min(end, start + max(_CHUNK, need))
+                parts.append(np.flatnonzero(~self.taken(np.arange(start, stop))) + start)
+                have += len(parts[-1])
+        return np.concatenate(parts)[:need]
 
 
 class FrameStore:
@@ -148,13 +222,8 @@ class FrameStore:
     ) -> None:
         """Describe the frames of a stack.
 
-        Args:
-            stack: The entries.
-            pointers: By the number of an entry, the places of the frames of all rows.
-            tensors: All frames, and their owners.
-            ring: The rows.
-            table: The number of the table of frames among those of ``ring``.
-            take_room: Reserves the memory of more frames than rows.
+        ``pointers`` has the places of the frames of all rows, by the number of an entry;
+        ``tensors`` are all frames, and their owners; for the other arguments see `Places`.
         """
         frames, owners = tensors
         self._stack = stack

@@ -21,14 +21,7 @@ from gleanrl.core.keys import Key, NestedKey
 from gleanrl.core.options import check_int, read_device
 from gleanrl.memory.replay.locks import ProcessLock, ThreadLock
 from gleanrl.memory.replay.row_visibility import RingIndex
-from gleanrl.memory.replay.rows import (
-    RowLayout,
-    Rows,
-    Shapes,
-    batch_shape,
-    deduplicate,
-    describe,
-)
+from gleanrl.memory.replay.rows import RowLayout, Rows, Shapes, batch_shape, deduplicate, describe
 from gleanrl.memory.replay.stacks import FrameStore
 from gleanrl.memory.shared import SharedMemory, check_memory, fence, use_huge_pages
 

@@ -48,7 +48,7 @@ _LAUNCHERS: Mapping[str, Callable[[], Launcher]] = {
     "torchrun": TorchrunLauncher,
     "manual": ManualLauncher,
 }
-__all__ = ["make_launcher", "serve_elsewhere", "submitit_delayed_launcher"]
+__all__ = ["make_launcher", "serve_as_rank", "submitit_delayed_launcher"]
 
 
 def make_launcher(name: str | Launcher, slurm_kwargs: Mapping[str, Any] | None) -> Launcher:
@@ -75,13 +75,3 @@ def check_replaces(launcher: str | Launcher) -> None:
                 f"on_failure='relaunch' with launcher={name!r}: it cannot start a node again, "
                 f"{why}; use 'continue', or another launcher"
             )
-
-
-def serve_elsewhere(name: str | Launcher, timeout_s: float) -> None:
-    """Be a node instead, in a process that was started as one; see `serve_as_rank`.
-
-    Raises:
-        SystemExit: this process was a node, and its learner has ended.
-    """
-    if name == "torchrun":
-        serve_as_rank(timeout_s)

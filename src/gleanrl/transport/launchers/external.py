@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -124,7 +125,10 @@ class TorchrunLauncher:
 
     def __init__(self) -> None:
         self._job = _Job()
-        self._store: Any = None
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        return self._job.store(_STORE_TIMEOUT_S)
 
     def address(self) -> str:
         return LOOPBACK if self._job.local else outward(self._job.host)
@@ -141,16 +145,10 @@ class TorchrunLauncher:
         notice = {"host": first.host, "port": first.port}
         if SECRET not in os.environ:
             notice["secret"] = first.secret.decode()
-        self._connected().set(self._job.key("learner"), json.dumps(notice))
-
-    def _connected(self) -> Any:
-        if self._store is None:
-            self._store = self._job.store(_STORE_TIMEOUT_S)
-        return self._store
+        self._store.set(self._job.key("learner"), json.dumps(notice))
 
     def exit_reason(self, node: int, timeout: float) -> str | None:
-        key, deadline = self._job.key(f"ended/{node}"), Deadline(timeout)
-        store = self._connected()
+        key, deadline, store = self._job.key(f"ended/{node}"), Deadline(timeout), self._store
         try:
             # Not `wait`, which prints a warning when its time is up.
             while not store.check([key]):
