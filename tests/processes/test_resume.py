@@ -201,6 +201,13 @@ class Ticks(gym.Env):
         return self.steps, 0.0, False, False, {}
 
 
+def test_a_load_leaves_an_environment_its_spec():
+    with Collector("CartPole-v1", frames_per_batch=4) as collector:
+        collector.next()
+        collector.load_state_dict(collector.state_dict())
+        assert collector.env.unwrapped.spec.id == "CartPole-v1"
+
+
 def test_a_state_from_before_the_seed_continues_episodes():
     with Collector(Ticks, frames_per_batch=4) as collector:
         collector.next()
