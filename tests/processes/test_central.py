@@ -312,6 +312,23 @@ def test_a_replay_buffer_is_filled_with_the_same_rows():
     assert same(*rows)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_buffer_that_is_filled_step_by_step_has_an_element_per_step(apart):
+    rows = []
+    for make in (
+        partial(MultiSyncCollector, ["CartPole-v1"] * 2, inference="central", policy_process=apart),
+        partial(Collector, ["CartPole-v1"] * 2),
+    ):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+        options = {"frames_per_batch": 10, "replay_buffer": buffer, "extend_buffer": False}
+        with make(greedy(4, 2), total_frames=40, **options) as collector:
+            collector.set_seed(3)
+            assert list(collector) == [None] * 4
+        rows.append(buffer[:])
+    assert rows[0].shape == (20, 2)
+    assert same(*rows)
+
+
 @pytest.mark.filterwarnings("ignore:collection waits|policy process was replaced")
 def test_a_policy_in_a_process_of_its_own_collects_in_the_background_and_survives():
     options = {"frames_per_batch": 40, "policy_process": True, "on_failure": "relaunch"}

@@ -687,6 +687,17 @@ def test_an_entry_that_differs_between_environments_is_named(kind):
         kind(makes, policy, frames_per_batch=4, inference="central", policy_process=False)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, MultiSyncCollector])
+def test_environments_with_other_actions_are_named(kind, groups):
+    def make(high):
+        return partial(gym.wrappers.RescaleAction, gym.make("Pendulum-v1"), 0.0, high)
+
+    makes = [[make(1.0), make(2.0)]] * 2
+    with pytest.raises(ConfigError, match=r"(?s)do not declare the same data: 'action' is .*2\.0"):
+        kind(makes, frames_per_batch=4, inference="central", env_groups=groups)
+
+
 def test_policies_that_need_the_tensordict_of_the_step_before_are_refused():
     def changes(tensordict):
         tensordict["observation"] = tensordict["observation"] + 1
@@ -857,11 +868,11 @@ def test_torchrls_arguments_give_batches_of_several_environments(by_factory):
     assert 1 <= stats["avg_batch_size"] <= 4
 
 
-def whole_trajectories(**options):
+def whole_trajectories(total_frames=30, **options):
     return AsyncBatchedCollector(
         [Counting] * 2,
         frames_per_batch=7,
-        total_frames=30,
+        total_frames=total_frames,
         yield_completed_trajectories=True,
         policy_version_key=None,
         **options,
@@ -877,6 +888,23 @@ def test_whole_trajectories_are_delivered_until_total_frames():
     assert [len(batch) for batch in batches] == [10] * 3
     assert batches[0]["next", "done"][:, 0].tolist() == ([False] * 4 + [True]) * 2
     assert "policy_version" not in batches[0].keys()
+
+
+@pytest.mark.filterwarnings("ignore:environments=False")
+@pytest.mark.parametrize("environments", [False, True])
+def test_whole_trajectories_end_at_total_frames_after_a_load_too(environments):
+    with whole_trajectories(policy=greedy(4, 2)) as collector:
+        collector.next()
+        state = collector.state_dict()
+    with whole_trajectories(policy=greedy(4, 2)) as collector:
+        collector.load_state_dict(state, environments=environments)
+        assert [len(batch) for batch in collector] == [10] * 2
+        assert collector.stats()["completed"]
+
+
+def test_whole_trajectories_are_endless_without_total_frames():
+    with whole_trajectories(policy=greedy(4, 2), total_frames=None) as collector:
+        assert [len(batch) for batch in itertools.islice(collector, 4)] == [10] * 4
 
 
 @pytest.mark.parametrize(
@@ -912,6 +940,13 @@ def test_whole_trajectories_go_into_a_buffer(options):
             ConfigError,
             "whole number",
         ),
+        (
+            ["CartPole-v1"],
+            {"policy": len, "total_frames": "a", "yield_completed_trajectories": True},
+            ConfigError,
+            "total_frames",
+        ),
+        (["CartPole-v1"], {"policy": len, "server_timeout": 0}, ConfigError, "server_timeout"),
     ],
 )
 def test_wrong_arguments_are_named(envs, options, error, message):

@@ -443,6 +443,13 @@ def test_environments_that_do_not_fit_together_are_named():
         ParallelEnv(2, makes).start()
     with pytest.raises(ConfigError, match="environments 1 and 0 do not declare the same data"):
         ParallelEnv(1, makes, num_envs=2).start()
+    makes = [
+        functools.partial(gym.wrappers.RescaleAction, gym.make("Pendulum-v1"), 0.0, b)
+        for b in (1.0, 2.0)
+    ]
+    for workers in (1, 2):
+        with pytest.raises(ConfigError, match=r"(?s)environments 1 and 0 .*'action' is .*2\.0"):
+            ParallelEnv(workers, makes, num_envs=2).start()
     with pytest.raises(ConfigError, match="it made a TensorDict"):
         ParallelEnv(1, TensorDict).start()
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from resume_rig import (
@@ -182,6 +183,39 @@ def test_workers_that_fill_a_buffer_keep_their_trajectories():
         collector.load_state_dict(state)
         fill(collector, 4)
     assert same(by_trajectory(rest[:]), by_trajectory(whole[before:]))
+
+
+class Ticks(gym.Env):
+    """Draws nothing, so it has no generator before it is seeded."""
+
+    observation_space = gym.spaces.Box(0, 99, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = np.zeros(1, np.float32)
+        return self.steps, {}
+
+    def step(self, action):
+        self.steps = self.steps + 1
+        return self.steps, 0.0, False, False, {}
+
+
+def test_a_load_leaves_an_environment_its_spec():
+    with Collector("CartPole-v1", frames_per_batch=4) as collector:
+        collector.next()
+        collector.load_state_dict(collector.state_dict())
+        assert collector.env.unwrapped.spec.id == "CartPole-v1"
+
+
+def test_a_state_from_before_the_seed_continues_episodes():
+    with Collector(Ticks, frames_per_batch=4) as collector:
+        collector.next()
+        state = collector.state_dict()
+        collector.set_seed(0)
+        collector.next()
+        collector.load_state_dict(state)
+        assert collector.next()["observation"].flatten().tolist() == [4, 5, 6, 7]
 
 
 # -- what cannot continue --------------------------------------------------------------------------

@@ -205,6 +205,34 @@ def test_one_policy_for_all_workers_is_a_matter_of_one_option(capsys, tmp_path, 
     assert card_of(path)["frames"] == 80
 
 
+INTERRUPTING = """
+import signal
+import torch
+
+calls = 0
+
+def act(observation):
+    global calls
+    calls += 1
+    if calls == 60:
+        signal.raise_signal(signal.SIGINT)
+    return torch.zeros(observation.shape[:-1], dtype=torch.int64)
+"""
+
+
+@MODES
+def test_ctrl_c_ends_collection_by_one_policy_for_all_workers(capsys, tmp_path, mode):
+    path, policy = tmp_path / "data", tmp_path / "policy.py"
+    policy.write_text(INTERRUPTING)
+    code, out, err = run(
+        capsys, "collect", "CartPole-v1", "--workers", 2, "--central", 1, "--policy",
+        f"{policy}:act", *mode, "--frames", 10_000, "--frames-per-batch", 40, "--out", path,
+    )  # fmt: skip
+    assert (code, err) == (130, "")
+    assert "frames were left" in lines_of(out)["interrupted"]
+    assert 0 < card_of(path)["frames"] == len(TensorDict.load_memmap(path).flatten())
+
+
 @MODES
 def test_nodes_are_a_matter_of_two_options(capsys, tmp_path, mode):
     path = tmp_path / "data"

@@ -69,6 +69,12 @@ class Nested(gym.ObservationWrapper):
         return {"goal": 0, "state": {"pos": observation}}
 
 
+def at_the_root():
+    policy = Mod(nn.GRUCell(4, 2), ["observation", "h"], ["h"])
+    policy.state_shapes = {"h": (2,)}
+    return policy
+
+
 # -- policies that do not fit ----------------------------------------------------------------------
 
 
@@ -111,6 +117,12 @@ class Nested(gym.ObservationWrapper):
             Mod(nn.Linear(1, 2), ["step_count"], ["action"]),
             ["reads 'step_count'", "it has 'step_count' with max_frames_per_traj="],
         ),
+        (
+            "CartPole-v1",
+            Mod(nn.Bilinear(4, 2, 2), ["observation", "h"], ["h"]),
+            ["reads 'h'", "write a recurrent state as ('next', 'h') (out_keys)"],
+        ),
+        ("CartPole-v1", at_the_root(), ["wrote nothing", "state as ('next', 'h') (out_keys)"]),
         (
             "CartPole-v1",
             Mod(nn.Linear(4, 2), ["observation"], ["logits"]),

@@ -288,6 +288,7 @@ def allowed(case: Case, name: str) -> bool:
         # The environment perturbs the learner's policy, of which another device has a copy.
         "device": case.policy != "perturbed",
         "policy_device": case.policy != "perturbed",
+        "inference": case.backend in ("sync", "async"),
         "env_groups": case.central and case.envs % 2 == 0,
         "policy_process": case.central,
         **dict.fromkeys(("worker_idx", "init_fn"), not case.central),

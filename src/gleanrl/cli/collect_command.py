@@ -42,11 +42,11 @@ def rounded_frames(options: CollectOptions) -> tuple[int, int]:
 
 
 def _delivered(collector: BaseCollector) -> list[int]:
-    """Return how many batches each asynchronous worker has delivered; none of other collectors."""
+    """Return how many batches each asynchronous worker with a policy has delivered."""
     if not isinstance(collector, MultiAsyncCollector):
         return []
     stats = collector.stats("per_worker")
-    return [int(stats[f"worker_{w}/batches"]) for w in range(collector.num_workers)]
+    return [int(count) for name, count in stats.items() if name.endswith("/batches")]
 
 
 def run(options: CollectOptions) -> int:

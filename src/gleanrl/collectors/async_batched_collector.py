@@ -11,7 +11,7 @@ from tensordict.nn import InteractionType
 
 from gleanrl.collectors.multi_collector import MultiAsyncCollector, MultiCollector
 from gleanrl.core.errors import ArgumentTypeError, ConfigError
-from gleanrl.core.options import check_int
+from gleanrl.core.options import FrameLimits, check_int, seconds
 from gleanrl.envs.factory import per_env
 from gleanrl.parallel.inside_env_worker import MOST_GROUPS
 
@@ -137,11 +137,11 @@ class AsyncBatchedCollector(MultiCollector):
         if device_config is not None:
             names = ("policy_device", "env_device", "storing_device")
             devices = {name: getattr(device_config, name) for name in names}
-        batch = frames = check_int("frames_per_batch", frames_per_batch, least=1)
+        limits = FrameLimits.from_arguments(frames_per_batch, total_frames, None)
+        batch = frames = limits.frames_per_batch
         share = max(_LEAST_CHUNK, batch // len(create_env_fn))
         whole = yield_completed_trajectories
         counted = whole and replay_buffer is None  # as they are delivered, not as they are made
-        self._delivered, self._most = 0, total_frames if counted else -1
         chunk: Any = transition_chunk_size
         if chunk == "auto":
             chunk = share if whole else min(batch, share)
@@ -161,7 +161,9 @@ class AsyncBatchedCollector(MultiCollector):
             driver_affinity=driver_affinity,
             max_batch_size=max_batch_size,
             min_batch_size=1 if min_batch_size is None else min_batch_size,
-            max_wait_s=0.01 if server_timeout is None else server_timeout,
+            max_wait_s=seconds(
+                "server_timeout", 0.01 if server_timeout is None else server_timeout
+            ),
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,
             exploration_type=exploration_type,
@@ -181,16 +183,17 @@ class AsyncBatchedCollector(MultiCollector):
         super().__init__(workers, policy, **own, **options)
         if counted:
             self.collection.pipeline.least_frames = batch
+            self.collection.counts.most_whole = limits.total_frames
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are reached; count those of whole trajectories."""
-        batches = super().iterator()
-        while not 0 <= self._most <= self._delivered:
+        batches, counts = super().iterator(), self.collection.counts
+        while not counts.all_whole:
             try:
                 held = [next(batches)]
             except StopIteration:
                 return
-            self._delivered += held[0].numel() if self._most >= 0 else 0
+            counts.whole += 0 if counts.most_whole is None else held[0].numel()
             yield held.pop()  # nothing here keeps the memory of the batch
 
     def server_stats(self, reset: bool = False) -> dict[str, float]:

@@ -118,6 +118,7 @@ def policy_process_plan(
     outside = {name: usual[name] for name in ("create_env_kwargs", "timeout")}
     # First inside, where it is known which of the workers is late.
     outside["start_timeout"] = arguments["start_timeout"] + _INSIDE_S
+    outside["cat_results"] = 0 if sync else None  # the one worker's rollout is the batch
     plan = WorkerPlan(
         {**arguments, **outside},
         [list(functions)],
@@ -125,9 +126,9 @@ def policy_process_plan(
         collector_class=partial(kind, policy_process=False, **inside),
         serve=serve,
     )
-    each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
-    own = {"cat": 0, "stacked": False} if sync else {"rollout_envs": each}
-    plan.batches = replace(plan.batches, **own)
+    if not sync:
+        each = len(_members(arguments, functions)[0]) // arguments["env_groups"]
+        plan.batches = replace(plan.batches, rollout_envs=each)
     return plan
 
 

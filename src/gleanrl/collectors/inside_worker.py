@@ -21,8 +21,8 @@ from gleanrl.core.messages import Report, Snapshot, Verify
 from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Source, SourceFactory, Stop
 from gleanrl.core.window import Window
+from gleanrl.engine.buffer_or_recorder import Sink
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sink import Sink
 from gleanrl.memory.tensordicts import batch_over
 from gleanrl.rollout.source_builder import SourceBuilder
 from gleanrl.transport.verifying import Verifiable, difference

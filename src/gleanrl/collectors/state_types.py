@@ -56,6 +56,7 @@ _ENTRY: Kind = {
 OF_ALL: Mapping[str, Kind] = {
     "frames": int,
     "iter": int,
+    "whole_frames": int,
     "envs": int,
     "statistics": [tuple],
     "schedule": ({"waiting": {...: int}, "due": [int]}, None),

@@ -31,7 +31,7 @@ from gleanrl.envs.simulator_state import NeedsPickle, as_bytes, as_tensor
 from gleanrl.memory.replay.buffer import ReplayBuffer
 from gleanrl.transport.verifying import CHECK_TIMEOUT_S, Verifiable
 
-_OF_ANY_NUMBER = ("frames", "iter", "ready", "ledger")
+_OF_ANY_NUMBER = ("frames", "whole_frames", "iter", "ready", "ledger")
 """Entries of `OF_ALL` that have a meaning for any number of workers and environments."""
 VERIFIED_STEPS = 16
 """Steps by which `unverified` compares a copy."""
@@ -61,6 +61,7 @@ def state_of(collection: Collection, allow_pickle: bool = False) -> dict[str, An
         return {
             **_entries(engine, states, policies),
             "frames": collection.counts.delivered,
+            "whole_frames": collection.counts.whole,
             "iter": collection.batches,
             "envs": engine.num_envs,
             "statistics": collection.watching.measures.state_dict(),
@@ -283,6 +284,7 @@ def _apply(collection: Collection, parts: _Parts) -> str | None:
     collection.weights.restore(policies)
     collection.weights.load_schedule(state.get("schedule"))
     collection.counts.delivered = frames
+    collection.counts.whole = int(state.get("whole_frames", collection.counts.whole))
     collection.batches = int(state.get("iter", collection.batches))
     engine.gather.take_back(list(map(_rollout, state.get("undelivered", ()))), collection.counts)
     if "trajectories" in state:

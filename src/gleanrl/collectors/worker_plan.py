@@ -27,8 +27,8 @@ from gleanrl.core.options import (
 from gleanrl.core.protocols import SourceFactory
 from gleanrl.core.retry_limits import read_retry_limit
 from gleanrl.engine.batch_delivery import BatchOptions
+from gleanrl.engine.buffer_or_recorder import make_sink
 from gleanrl.engine.pipeline import Pipeline
-from gleanrl.engine.sink import make_sink
 from gleanrl.memory.shared import check_memory
 from gleanrl.parallel.env_workers import EnvWorkersPlan
 from gleanrl.rollout.source_builder import SourceBuilder

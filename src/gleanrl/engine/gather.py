@@ -31,18 +31,27 @@ class FrameCounts:
     delivered: int = 0
     under_way: int = 0
     """Frames that were requested and have not arrived."""
+    whole: int = 0
+    """Frames of whole trajectories that the user got, if these are counted."""
+    most_whole: int | None = None
+    """The number of ``whole`` that ends the collection, if that is what ends it."""
+
+    @property
+    def all_whole(self) -> bool:
+        """Whether the user got all whole trajectories."""
+        return self.most_whole is not None and self.whole >= self.most_whole
 
     @property
     def exhausted(self) -> bool:
         """Whether all frames were delivered."""
         total = self.limits.total_frames
-        return total is not None and self.delivered >= total
+        return self.all_whole or (total is not None and self.delivered >= total)
 
     @property
     def wants_more(self) -> bool:
         """Whether delivered frames and frames under way are fewer than the total."""
         total = self.limits.total_frames
-        return total is None or self.delivered + self.under_way < total
+        return not self.all_whole and (total is None or self.delivered + self.under_way < total)
 
     @property
     def random(self) -> bool:

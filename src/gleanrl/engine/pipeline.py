@@ -15,7 +15,7 @@ from torch import nn
 from gleanrl.core.errors import ConfigError
 from gleanrl.core.keys import as_key, is_private
 from gleanrl.core.options import warn
-from gleanrl.engine.sink import Sink
+from gleanrl.engine.buffer_or_recorder import Sink
 from gleanrl.engine.whole_trajectories import WholeTrajectories, split_trajectories
 from gleanrl.envs.saved_state import load_batch, save_state
 from gleanrl.memory.tensordicts import time_named

@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
-from gleanrl.core.custody import note_reset
+from gleanrl.core.env_users import note_reset
 from gleanrl.core.errors import ConfigError, EnvError, for_users
 from gleanrl.core.keys import NEXT, TIME, Key, NestedKey, format_key
 from gleanrl.core.options import check_int, read_device

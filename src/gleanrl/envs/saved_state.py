@@ -436,8 +436,12 @@ def _fill_object(loader: Loader, value: Any, parts: Any, present: Any, at: str) 
         loader.packages.add(type(value).__module__.partition(".")[0])
     own = attributes_of(value)
     for new in own.keys() - parts[1].keys() - {*LINKS}:
-        if own[new] is not None and kind_of(type(own[new])) not in ("ours", "declared"):
+        if own[new] is None or kind_of(type(own[new])) in ("ours", "declared"):
+            continue
+        if getattr(type(value), new, value) is not None:
             raise StateError(f"{at} has {new}, which was not there when the state was saved")
+        # As the class has it, before the first use.
+        loader.later(object.__setattr__, value, new, None)
     _fill_attributes(loader, value, parts, present, at)
 
 

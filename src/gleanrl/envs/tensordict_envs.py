@@ -22,7 +22,7 @@ from gleanrl.core.errors import ConfigError, EnvError
 from gleanrl.core.keys import NEXT, Key, NestedKey, as_key, format_key, is_private, outermost
 from gleanrl.core.layout import DoneGroup, EnvLayout, Field, Group, first_difference
 from gleanrl.envs.saved_state import load_state, save_state
-from gleanrl.envs.specs import Composite
+from gleanrl.envs.specs import Categorical, Composite, TensorSpec
 from gleanrl.envs.state_kinds import Node
 
 
@@ -98,19 +98,38 @@ def spec_trees(env: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def check_alike(declared: Mapping[int, tuple[Sequence[int], Iterable[Any]]]) -> None:
+def check_alike(declared: Mapping[int, tuple[Sequence[int], Sequence[Any]]]) -> None:
     """Find environments that cannot be one batch; each index has a batch size and `spec_trees`."""
-    size, trees = declared[0]
+    (start, (size, trees)), *others = declared.items()
     first = _entries(trees)
-    for index, (own, its) in declared.items():
-        difference = first_difference(_entries(its), first)
+    for index, (own, its) in others:
+        difference = first_difference(_entries(its), first) or _other_range(its[1], trees[1])
         if tuple(own) != tuple(size):
             difference = f"the batch size is {tuple(own)} instead of {tuple(size)}"
         if difference is not None:
             raise ConfigError(
-                f"environments {index} and 0 do not declare the same data: {difference}; "
+                f"environments {index} and {start} do not declare the same data: {difference}; "
                 "environments of one batch must agree"
             )
+
+
+def _other_range(mine: Any, first: Any) -> str | None:
+    """Say which action has other values than in specs ``first``, masks aside.
+
+    Specs of TorchRL are not compared, as in its own batches.
+    """
+    expected = dict(spec_leaves(first))
+    for key, spec in spec_leaves(mine):
+        if isinstance(spec, TensorSpec) and _unmasked(spec) != _unmasked(expected[key]):
+            return f"{format_key(key)} is {spec} instead of {expected[key]}"
+    return None
+
+
+def _unmasked(spec: Any) -> Any:
+    if isinstance(spec, Categorical):
+        spec = spec.clone()
+        spec.update_mask(None)
+    return spec
 
 
 def _entries(trees: Iterable[Any]) -> list[Field]:

@@ -91,6 +91,8 @@ class EnvWorkersPlan:
         default_factory=list
     )
     """Per group, by worker: callables that make environments, and their arguments."""
+    declared: dict[int, tuple[Sequence[int], Sequence[Any]]] = field(default_factory=dict)
+    """For `check_alike`, by the first environment of each worker in each group."""
     started: EnvWorkers | None = None
 
     @property

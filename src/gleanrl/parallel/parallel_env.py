@@ -127,6 +127,7 @@ class ParallelEnv(RowEnv, Verifiable):
         )
         self._shares = sharing is not None
         self._number = len(self._plan.groups)
+        self._first = sum(len(made) for group in self._plan.groups for made in group.values())
         self._plan.groups.append(
             {first_worker + index: makers[part] for index, part in enumerate(self._parts)}
         )
@@ -169,7 +170,9 @@ class ParallelEnv(RowEnv, Verifiable):
         found: list[EnvGroupInfo] = group.ask("described", (), self._plan.start_timeout)
         first = found[0]
         each = zip(self._parts, found, strict=True)
-        check_alike({part.start: (info.batch, info.specs) for part, info in each})
+        for part, info in each:
+            self._plan.declared[self._first + part.start] = info.batch, info.specs
+        check_alike(self._plan.declared)
         self.info_entries = first.infos
         self._batch = torch.Size((self.num_envs, *first.batch))
         self._device = first.device if self._device is None else self._device

@@ -26,7 +26,7 @@ from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.lowering import reads_only_inputs
 from gleanrl.policies.policy import make_policy
 from gleanrl.policies.probe import PolicySignature, entries_of
-from gleanrl.policies.program import (
+from gleanrl.policies.recorded_or_called_policy import (
     ProgramPolicy,
     check_kept,
     check_known,

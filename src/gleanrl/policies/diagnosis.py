@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from gleanrl.core.errors import PolicyError
-from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_key, format_key
+from gleanrl.core.keys import IS_INIT, STEP_COUNT, Key, as_key, format_key, next_key
 from gleanrl.memory.tensordicts import described
 from gleanrl.policies.submodules import modules_of
 
@@ -27,14 +27,15 @@ def diagnose(
     shown: Mapping[Key, torch.Tensor | None],
     missing: Sequence[Key],
     states: Sequence[Key],
+    written: Sequence[Key],
 ) -> PolicyError | None:
     """Say why ``policy`` raised ``err`` on the entries that it was ``shown``.
 
-    It reads those that are ``missing`` as well, and has recurrent ``states``. ``None``: its own
-    error says it best.
+    It reads those that are ``missing`` as well, has recurrent ``states``, and declares to write
+    those ``written``. ``None``: its own error says it best.
     """
     if missing:
-        return PolicyError(_missing(missing, shown))
+        return PolicyError(_missing(missing, shown, written))
     failed = _failed_layer(err)
     if failed is not None and states and isinstance(failed[0], nn.RNNBase | nn.RNNCellBase):
         return PolicyError(
@@ -60,7 +61,7 @@ def unfit_state(key: Key, before: torch.Tensor, after: torch.Tensor | None) -> P
     wrote = "nothing" if after is None else f"shape {tuple(after.shape)}"
     return PolicyError(
         f"the policy reads the state {format_key(key)} with shape {tuple(before.shape)} and wrote "
-        f"{wrote} under 'next'; {_declare([key])}"
+        f"{wrote} under 'next'; {_as_state(key) if after is None else _declare([key])}"
     )
 
 
@@ -71,6 +72,10 @@ def unprimed(key: Key, module: nn.Module) -> PolicyError:
         "with a value of its primer that only the environment can give; add the primer to a "
         "TorchRL environment: env.append_transform(module.make_tensordict_primer())"
     )
+
+
+def _as_state(key: Key) -> str:
+    return f"write a recurrent state as {format_key(next_key(key))} (out_keys)"
 
 
 def _declare(states: Sequence[Key]) -> str:
@@ -114,7 +119,7 @@ def unbatched(err: RuntimeError) -> PolicyError | None:
     return None
 
 
-def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
+def _missing(missing: Sequence[Key], shown: Mapping[Key, Any], written: Sequence[Key]) -> str:
     names = list(map(format_key, sorted(shown, key=lambda key: key[-1] in _FLAGS)))
     close = [
         found
@@ -123,6 +128,8 @@ def _missing(missing: Sequence[Key], shown: Mapping[Key, Any]) -> str:
         or difflib.get_close_matches(format_key(key), names, n=1, cutoff=0.4)
     ]
     hint = f"; did you mean {', '.join(dict.fromkeys(close))} (in_keys)?" if close else ""
+    if states := [key for key in missing if key in written]:
+        hint = f"; {_as_state(states[0])}"
     if STEP_COUNT in missing:
         hint = "; it has 'step_count' with max_frames_per_traj="
     return (

@@ -22,8 +22,8 @@ from gleanrl.core.protocols import Spec
 from gleanrl.operations.proofs import qualified
 from gleanrl.policies.env_contract import EnvContract
 from gleanrl.policies.probe import PolicySignature, learn, learn_dynamic
-from gleanrl.policies.program import ProgramPolicy, TensorDictPolicy
 from gleanrl.policies.random import RandomActions, RandomPolicy
+from gleanrl.policies.recorded_or_called_policy import ProgramPolicy, TensorDictPolicy
 from gleanrl.policies.submodules import modules_of
 
 __all__ = [

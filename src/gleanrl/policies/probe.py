@@ -494,7 +494,8 @@ def _first_call(
         if unknown and isinstance(err, KeyError):  # it cannot begin with a state of its own
             raise unknown_state(unknown) from err
         misfit = isinstance(err, _MISFITS)
-        error = diagnose(err, policy, given, missing, states) if misfit else None
+        declared = adapted.out_keys or ()
+        error = diagnose(err, policy, given, missing, states, declared) if misfit else None
         if error is not None:
             raise error from err
         raise

@@ -22,7 +22,7 @@ from gleanrl.core import keys
 from gleanrl.core.errors import ClosedError, ConfigError, for_users
 from gleanrl.core.options import check_int, check_word
 from gleanrl.core.protocols import Source
-from gleanrl.engine.sink import Sink
+from gleanrl.engine.buffer_or_recorder import Sink
 from gleanrl.memory import tensor_files
 from gleanrl.memory.tensor_files import TensorFileError
 from gleanrl.recording.dataset import (

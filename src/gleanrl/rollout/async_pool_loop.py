@@ -17,8 +17,8 @@ from gleanrl.core.options import SourceOptions
 from gleanrl.core.protocols import Policy, Stop
 from gleanrl.core.window import Array, Window
 from gleanrl.envs.async_pool import AsyncPool
-from gleanrl.policies.program import ProgramPolicy
 from gleanrl.policies.random import RandomActions
+from gleanrl.policies.recorded_or_called_policy import ProgramPolicy
 from gleanrl.rollout.chunks import Chunks
 from gleanrl.rollout.env_loop import EnvLoop
 from gleanrl.rollout.episode_tracker import Tracker

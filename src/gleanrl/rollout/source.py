@@ -11,7 +11,7 @@ from tensordict.nn import set_interaction_type
 from torch import nn
 
 from gleanrl.core import paths
-from gleanrl.core.custody import Custody
+from gleanrl.core.env_users import GivenEnvs
 from gleanrl.core.errors import UnknownModelError, WeightsError
 from gleanrl.core.messages import Mishap, Report, Snapshot
 from gleanrl.core.options import SourceOptions, warn
@@ -58,7 +58,7 @@ class BaseSource:
         given = options.create_env_fn
         several = isinstance(given, Sequence) and not isinstance(given, str)
         built = list(filter(is_built, given if several else [given]))
-        self._custody = Custody(built) if built else None
+        self._given_envs = GivenEnvs(built) if built else None
         self._fresh = True
         self._keeps = False
         """Whether the policy's entries of earlier steps survive the current reset."""
@@ -125,7 +125,7 @@ class BaseSource:
     def make_consistent(self) -> None:
         """Do resets that are due before a rollout; until that has ended, the source is not."""
         failed, self.inconsistent = self.inconsistent, True
-        if not failed and self._custody is not None and self._custody.broken:
+        if not failed and self._given_envs is not None and self._given_envs.used_elsewhere:
             failed = True
             warn(
                 "an environment of this collector was reset by other code since the last batch "
@@ -140,8 +140,8 @@ class BaseSource:
 
     def _mark_consistent(self) -> None:
         self.inconsistent = False
-        if self._custody is not None:
-            self._custody.take()
+        if self._given_envs is not None:
+            self._given_envs.note_use()
 
     @property
     def under_way(self) -> bool:
@@ -165,8 +165,8 @@ class BaseSource:
         raise NotImplementedError
 
     def _report(self, steps: int, version: int, discarded: int = 0, payload: Any = None) -> Report:
-        if self._custody is not None:
-            self._custody.take()
+        if self._given_envs is not None:
+            self._given_envs.note_use()
         mishaps: tuple[Mishap, ...] = ()
         if self.failures:
             mishaps = tuple(("env_restarts", failure) for failure in self.failures)
@@ -254,8 +254,8 @@ class BaseSource:
         """Continue the loop's part of running episodes."""
 
     def close(self) -> None:
-        if self._custody is not None:
-            self._custody.end()
+        if self._given_envs is not None:
+            self._given_envs.end()
         self._envs.close()
 
     def _exploration(self) -> Any:

@@ -38,7 +38,7 @@ from gleanrl.policies.policy import (
     make_policy,
     signed_actor,
 )
-from gleanrl.policies.program import ProgramPolicy
+from gleanrl.policies.recorded_or_called_policy import ProgramPolicy
 from gleanrl.rollout.async_pool_loop import AsyncPoolLoop
 from gleanrl.rollout.env_loop import EnvLoop, check_can_cut
 from gleanrl.rollout.pool_loop import PoolLoop

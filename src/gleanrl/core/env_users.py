@@ -9,22 +9,22 @@ _LAST_USER: dict[int, object] = {}
 """By the id of each environment that a collector was given; ``None``: called directly."""
 
 
-class Custody:
+class GivenEnvs:
     """Environments that a collector was given, not made, so that other code may have them."""
 
     def __init__(self, envs: Iterable[Any]) -> None:
         """Be the last user of ``envs``, which the caller keeps alive."""
         self._ids = [id(env) for env in envs]
-        self.take()
+        self.note_use()
 
-    def take(self) -> None:
+    def note_use(self) -> None:
         """Be the last user again."""
         for each in self._ids:
             _LAST_USER[each] = self
 
     @property
-    def broken(self) -> bool:
-        """Whether another collector used one, or a call reset one, since the last `take`."""
+    def used_elsewhere(self) -> bool:
+        """Whether another collector used one, or a call reset one, since the last `note_use`."""
         return any(_LAST_USER.get(each) is not self for each in self._ids)
 
     def end(self) -> None:
