@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -183,17 +184,18 @@ class AsyncBatchedCollector(MultiCollector):
         super().__init__(workers, policy, **own, **options)
         if counted:
             self.collection.pipeline.least_frames = batch
-            self.collection.counts.most_whole = limits.total_frames
+            most = limits.total_frames
+            self.collection.counts.most_whole = math.inf if most is None else most
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are reached; count those of whole trajectories."""
         batches, counts = super().iterator(), self.collection.counts
-        while not counts.all_whole:
+        while counts.whole < counts.most_whole:
             try:
                 held = [next(batches)]
             except StopIteration:
                 return
-            counts.whole += 0 if counts.most_whole is None else held[0].numel()
+            counts.whole += held[0].numel() if counts.most_whole < math.inf else 0
             yield held.pop()  # nothing here keeps the memory of the batch
 
     def server_stats(self, reset: bool = False) -> dict[str, float]:

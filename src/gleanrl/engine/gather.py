@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,25 +34,21 @@ class FrameCounts:
     """Frames that were requested and have not arrived."""
     whole: int = 0
     """Frames of whole trajectories that the user got, if these are counted."""
-    most_whole: int | None = None
+    most_whole: float = math.inf
     """The number of ``whole`` that ends the collection, if that is what ends it."""
-
-    @property
-    def all_whole(self) -> bool:
-        """Whether the user got all whole trajectories."""
-        return self.most_whole is not None and self.whole >= self.most_whole
 
     @property
     def exhausted(self) -> bool:
         """Whether all frames were delivered."""
         total = self.limits.total_frames
-        return self.all_whole or (total is not None and self.delivered >= total)
+        return self.whole >= self.most_whole or (total is not None and self.delivered >= total)
 
     @property
     def wants_more(self) -> bool:
         """Whether delivered frames and frames under way are fewer than the total."""
         total = self.limits.total_frames
-        return not self.all_whole and (total is None or self.delivered + self.under_way < total)
+        left = self.whole < self.most_whole
+        return left and (total is None or self.delivered + self.under_way < total)
 
     @property
     def random(self) -> bool:
