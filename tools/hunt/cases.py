@@ -110,6 +110,8 @@ class Case:
         """Whether the same case gives the same bits again."""
         known = self.backend in ("here", "sync") and self.seed is not None
         free = {"num_workers", "preemptive_threshold"} & set(self.options)
+        # Groups share the generators of a worker, from which these environments draw.
+        free |= {"draws"} if self.draws and self.options.get("env_groups") == 2 else set()
         return known and not free and self.sink == "batches"
 
     def json(self) -> dict[str, Any]:
