@@ -193,21 +193,17 @@ def constant(value):
     return TensorDictModule(Constant(value), ["observation"], ["action"])
 
 
+def beside_a_factory(kind, policy, factory, **options):
+    options = {"num_workers": 2, "policy_process": False, "frames_per_batch": 4, **options}
+    return kind("Pendulum-v1", policy, policy_factory=factory, inference="central", **options)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_beside_a_factory_the_policy_of_the_learner_is_the_source_of_weights(kind, apart):
     policy = constant(0.0)
-    collector = kind(
-        "Pendulum-v1",
-        policy,
-        num_workers=2,
-        inference="central",
-        policy_factory=partial(constant, 2.0),
-        policy_process=apart,
-        frames_per_batch=4,
-        total_frames=-1,
-        track_policy_version=True,
-    )
+    options = {"policy_process": apart, "total_frames": -1, "track_policy_version": True}
+    collector = beside_a_factory(kind, policy, partial(constant, 2.0), **options)
     acted = {}
     for batch in itertools.islice(collector, 6):
         if not acted:
@@ -223,14 +219,9 @@ def test_beside_a_factory_the_policy_of_the_learner_is_the_source_of_weights(kin
 
 def test_trained_weights_that_never_reach_the_policy_of_a_factory_are_a_warning():
     policy = constant(0.0)
-    collector = MultiSyncCollector(
-        "Pendulum-v1",
-        policy,
-        num_workers=1,
-        inference="central",
-        policy_factory=partial(constant, 0.0),
-        frames_per_batch=4,
-        total_frames=12,
+    factory = partial(constant, 0.0)
+    collector = beside_a_factory(
+        MultiSyncCollector, policy, factory, num_workers=1, total_frames=12
     )
     collector.next()
     with torch.no_grad():
@@ -248,16 +239,8 @@ def test_lazy_layers_of_a_factory_get_the_weights_of_the_learner_after_their_fir
     layer = nn.Linear(3, 1)
     nn.init.zeros_(layer.weight)
     nn.init.constant_(layer.bias, 0.5)
-    collector = kind(
-        "Pendulum-v1",
-        TensorDictModule(layer, ["observation"], ["action"]),
-        num_workers=2,
-        inference="central",
-        policy_factory=lazy,
-        policy_process=False,
-        frames_per_batch=4,
-        total_frames=4,
-    )
+    policy = TensorDictModule(layer, ["observation"], ["action"])
+    collector = beside_a_factory(kind, policy, lazy, total_frames=4)
     assert collector.next()["action"].unique().tolist() == [0.5]
     collector.shutdown()
 
